@@ -1,4 +1,4 @@
 """The one shell around `scheduling`: its thread, its queue of requests and its view of the devices.
 
-It carries out what `scheduling` decides and decides nothing itself. `runner` imports it.
+It carries out the decisions of `scheduling` and makes none itself. `runner` imports it.
 """

@@ -1,9 +1,8 @@
-"""The driver of a `machine`: one thread that feeds it readings of the devices and rows of the ledger, and carries out its commands.
+"""The driver of a `machine`: one thread that feeds it device readings and ledger rows, and carries out its commands.
 
-It decides nothing. Requests, ends of processes and news of suspensions come from other threads as events; questions are
-answered from what the machine knows. How a process is started and spoken to is in `prefect_gpu.processes`.
-
-One `Broker` serves all runners of a Python process that have the same device specification.
+It decides nothing. Requests, ends of processes and progress of suspensions come from other threads as events; the machine's
+state answers questions. `prefect_gpu.processes` starts processes and talks to them. One `Broker` serves all runners of
+a Python process that have the same device specification.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Kept free on a device for memory that is not counted, by kind of device. On the host the system and
-#: other programs grow at any time. On a simulated device as on a real one: what fits there must fit here.
+#: Bytes kept free on a device for memory that is not counted, by kind. On the host other programs grow at any time. A
+#: simulated device has the same as a real one, so that both hold the same tasks.
 HEADROOM_BYTES: dict[DeviceKind, int] = {
     "nvml": 256 * MIB,
     "host": GIB // 2,
@@ -64,17 +63,16 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 #: Seconds between two reads of the ledger while a request waits.
 POLL_S = 0.05
 
-#: On a cluster the broker's thread rests after each round of readings and decisions, so many times as long as it has
-#: computed, and at most so many seconds. So it takes a fifth of a core at most until a round takes 1/16 s, which is
-#: at about 1,000 nodes; from there on it makes fewer than four rounds a second. On ten nodes a round takes about
-#: 1 ms and the rest is not felt. On one machine there is none.
+#: On a cluster the broker's thread rests after each round, for its computing time times this factor, and for this many
+#: seconds at most. So it takes a fifth of a core at most until a round takes 1/16 s, at about 1,000 nodes; beyond, it
+#: makes fewer than four rounds a second. On ten nodes a round takes about 1 ms. On one machine there is no rest.
 REST_FACTOR = 4.0
 MOST_REST_S = 0.25
 
-#: Seconds after which a task that could not be suspended for another may be asked again: it may hold memory by then.
+#: Seconds after which a task that could not be suspended may be asked again: it may hold memory by then.
 ASK_AGAIN_S = 10.0
 
-#: Makes the ids of requests unique on the machine: processes of two containers may have the same process id.
+#: Makes request ids unique on the machine: processes of two containers may have the same process id.
 _PROCESS = uuid.uuid4().hex[:8]
 
 _ids = itertools.count()
@@ -89,7 +87,7 @@ def next_sequence() -> int:
 
 
 class Broker:
-    """Hands out devices. Its thread starts with the first request and sleeps while idle.
+    """Gives devices to requests. Its thread starts with the first request and sleeps while idle.
 
     Args:
         reader: Reads the devices.
@@ -98,15 +96,15 @@ class Broker:
         max_processes: Most children at a time; `None`: four for each core, at least eight.
         max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
         headroom_bytes: Kept free on each device; `None`: by kind of device.
-        around: What the GPU task around this process holds, for a ledger that does not know it.
-        ancestors: The requests of the GPU tasks around this process, by id, the outermost first.
-        waits_since: Returns the monotonic seconds since when the body of the innermost waits for tasks that it has submitted;
+        around: Reservations of the GPU task around this process, for a ledger that does not know it.
+        ancestors: Requests of the GPU tasks around this process, by id, the outermost first.
+        waits_since: Returns the monotonic seconds since when the innermost of them waits for tasks that it submitted;
             `None`: it does not wait.
         clock: Time.
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
-        preempts: Whether others' tasks are suspended or moved for its requests.
-        stepped: It starts no thread, does what there is to do in `look`, and raises what goes wrong: for simulated time.
+        preempts: Whether other tasks are suspended or moved for its requests.
+        stepped: For simulated time: it starts no thread, works in `look`, and raises errors.
     """
 
     def __init__(
@@ -136,15 +134,15 @@ class Broker:
         self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
         self._ancestors = ancestors
         self._waits_since = waits_since
-        #: Whether the ledger says that the task around this process waits.
+        #: Whether the ledger shows that the task around this process waits.
         self._told_waits = False
         self._clock = clock or RealClock()
         self._stepped = stepped
         #: Guards the inbox. Nothing is done while it is held.
         self._arrived = threading.Condition()
         self._inbox: deque[events.Event] = deque()
-        #: Guards the machine. Held while the broker's thread has it handle an event, and while a question is answered
-        #: from what it knows; never while the ledger or the devices are read, or a function of others is called.
+        #: Guards the machine while it handles an event or answers a question; never held while the ledger or the
+        #: devices are read, or a foreign function is called.
         self._known = threading.Condition()
         self._thread: threading.Thread | None = None
         #: Called with every reading.
@@ -181,7 +179,7 @@ class Broker:
 
     @property
     def processes(self) -> int:
-        """Processes of tasks that hold a device now, in all flows of the machine."""
+        """Number of task processes that hold a device now, in all flows of the machine."""
         return self._ledger.view().tasks
 
     @property
@@ -196,19 +194,19 @@ class Broker:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices that tasks may be placed on: those of the last good reading."""
+        """Devices of the last good reading, on which tasks may be placed."""
         return self._machine.known.devices
 
     @property
     def wants_host_memory(self) -> bool:
-        """Whether a request waits for memory of the machine itself, which standbys may hold."""
+        """Whether a request waits for the machine's own memory, which standbys may hold."""
         with self._known:
             known = self._machine.known
             reading = known.view.reading
             if reading is None or not known.waiting:
                 return False
             if self.kind == "host":
-                # There every request does; while others run, their end may be all that it waits for.
+                # There every request does; while others run, it may only wait for their end.
                 return not known.ledger.tasks
             host = known.host_state(reading)
             nodes = [host] if isinstance(host, HostState) else host.nodes.values()
@@ -216,16 +214,13 @@ class Broker:
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
     def submit(self, request: Request) -> Ticket:
-        """Ask for devices.
-
-        Args:
-            request: What is asked. Its `id` and `submitted_s` are set here.
+        """Ask for devices; `id` and `submitted_s` of the request are set here.
 
         Returns:
             A ticket that is `decided` once it has a `placement` or an `error`.
 
         Raises:
-            CapacityError: A thread that is needed could not be started. A later request tries again.
+            CapacityError: A needed thread could not be started. A later request tries again.
             DeviceError: `give_up` was called.
         """
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
@@ -249,7 +244,7 @@ class Broker:
         self._sampler.set_active(True)
 
     def _put(self, event: events.Event) -> None:
-        """Tell the broker's thread what happened."""
+        """Send an event to the broker's thread."""
         with self._arrived:
             self._inbox.append(event)
             self._arrived.notify_all()
@@ -267,10 +262,10 @@ class Broker:
 
         Args:
             ticket: From `submit`.
-            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Called with the reason for the wait. An exception of it ends the wait.
-            first_s: Seconds after which `on_waiting` is called first.
-            again_s: Seconds after which it is called again, if the reason has changed.
+            limit_s: Seconds after which to give up, from `gpu:wait`; `None`: never.
+            on_waiting: Called with the reason for the wait. Its exception ends the wait.
+            first_s: Seconds until the first call of `on_waiting`.
+            again_s: Seconds until the next call, if the reason has changed.
             waited_s: Seconds of `limit_s` that have passed already.
 
         Raises:
@@ -302,7 +297,7 @@ class Broker:
                 raise Withdrawn(ticket.request.task_name)
             return ticket.placement
         except BaseException:
-            # It may have been placed meanwhile, and no other thread would end that.
+            # It may have been placed meanwhile, and no other thread would release that.
             self.withdraw(ticket)
             self.end(ticket)
             raise
@@ -320,23 +315,19 @@ class Broker:
             return replace(reason, ledger_problem=self.problem or None)
 
     def device_states(self) -> list[DeviceState]:
-        """Return what each device has free at the last reading, less the reservations; nothing is read for it."""
+        """Return the state of each device at the last reading, less the reservations, without a new reading."""
         with self._known:
             return self._machine.known.states()
 
     def waiting(self, longer_s: float) -> list[Request]:
-        """Return own requests that have waited for longer than some seconds, as many as `max_processes` lets start."""
+        """Return own requests that have waited longer than `longer_s`, as many as `max_processes` lets start."""
         with self._known:
             known, until_s = self._machine.known, self._clock.now() - longer_s
             found = [r for t in known.waiting.values() if (r := t.request).submitted_s <= until_s]
             return found[: max(0, self.max_processes - len(known.placed))]
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Stop waiting; without effect once it was placed.
-
-        Returns:
-            Whether it still waited.
-        """
+        """Stop waiting; return whether the request still waited. No effect once it was placed."""
         waited = ticket.withdraw()
         if waited:
             self._put(events.Withdrawn(ticket))
@@ -347,26 +338,26 @@ class Broker:
         self._put(events.DevicesLost(why))
 
     def attach(self, ticket: Ticket, pid: int) -> None:
-        """Set which process holds what was reserved."""
+        """Set the process that uses a request's reservation."""
         ticket.pid = pid
         self._put(events.Attached(ticket, pid))
 
     def watch(self, call: Callable[[Reading], None]) -> None:
-        """Read the devices at all times from now on, and pass every reading to a function, on the broker's thread."""
+        """Read the devices at all times from now on, and call a function with every reading, on the broker's thread."""
         self._watchers.append(call)
         self._machine.watched = True
         self._start()
 
     def watch_faults(self, call: Callable[[Device, str], None]) -> None:
-        """Pass each device that is set aside from now on, with the reason, to a function, on the broker's thread."""
+        """Call a function with each device that is set aside from now on, and the reason, on the broker's thread."""
         self._fault_watchers.add(call)
 
     def unwatch_faults(self, call: Callable[[Device, str], None]) -> None:
-        """End what `watch_faults` began."""
+        """Remove a function that `watch_faults` has added."""
         self._fault_watchers.discard(call)
 
     def held_by_others(self) -> dict[str, Entry]:
-        """Return what other flows hold on these devices, with what their processes were measured to hold."""
+        """Return the entries of other flows on these devices, with the measured memory of their processes."""
         found = {}
         known = {device.key: device for device in self.devices}
         for request_id, entry in self._ledger.held_by_others().items():
@@ -381,18 +372,12 @@ class Broker:
         return found
 
     def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
-        """Return the names of the tasks, of all flows, that have been on a request's devices since it was placed."""
+        """Return the names of the tasks, of all flows, that were on a request's devices since its placement."""
         with self._known:
             return tuple(ticket.neighbours)
 
     def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
-        """Show in the ledger how far the suspension of a request's process is.
-
-        Args:
-            ticket: Of the request.
-            stage: How far it is.
-            text: The same for a person; empty: it runs.
-        """
+        """Show in the ledger how far the suspension of a request's process is; `text`, for people, is empty if it runs."""
         request_id, now_s = ticket.request.id, self._clock.now()
         if stage == "refused":
             rests = now_s + ASK_AGAIN_S
@@ -418,10 +403,9 @@ class Broker:
             self._ledger.set_suspension(request_id, text, away=True)
 
     def comes_back(self, ticket: Ticket) -> bool:
-        """Note that the process of a request comes back from the host from now on; return whether it may.
+        """Note that the process of a request resumes from now on; return whether it may.
 
-        It may while its devices are reserved for it and no one has asked for its memory, also where this broker has not
-        seen that yet.
+        It may while its devices are reserved for it and no suspension is asked for, by the ledger's newest entry.
         """
         keys = tuple(device.key for device in ticket.devices)
         rests = self._clock.now() + REST_S
@@ -435,12 +419,7 @@ class Broker:
         return self._ledger.rewrite(ticket.request.id, change)
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
-        """Return the bytes that a device has free at a new reading; `None`: none came, or it has failed.
-
-        Args:
-            device: Of this broker.
-            patience_s: Seconds to wait for the reading.
-        """
+        """Return the free bytes of a device at a new reading; `None`: none came within `patience_s`, or it has failed."""
         asked_s = self._clock.now()
         self.refresh()
         with self._known:
@@ -453,13 +432,9 @@ class Broker:
             return None
 
     def learn_need(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Count a probe that shares its devices at a budget from now on, for it is known what its task needs.
+        """Count a placed probe at `budgets` from now on (bytes by device model; others unchanged): its need is known.
 
-        On a cluster it has no effect: the node counts it at its cap, and would refuse what is started beside it.
-
-        Args:
-            ticket: A placed one.
-            budgets: Bytes on a device, by its model. Where a model is not named, nothing changes.
+        No effect on a cluster: the node counts the probe at its cap, and would refuse tasks started beside it.
         """
         self._put(events.NeedLearned(ticket, budgets))
 
@@ -468,10 +443,7 @@ class Broker:
         self._put(events.BodyBegan(ticket))
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use.
-
-        That is each device, where it names some, or nodes, that are not there.
-        """
+        """Return the bytes that could ever be reserved on each device that a task may use; unknown names: on each device."""
         with self._known:
             return self._machine.known.view.capacities(names, nodes)
 
@@ -485,14 +457,9 @@ class Broker:
             self._machine.known.view.check(request)
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
-        """Return by how much others' memory has grown on a task's devices since it was placed.
+        """Return the bytes by which other people's memory has grown since a ticket's placement, on the worst of its devices.
 
-        Args:
-            ticket: A placed one.
-            patience_s: Seconds to wait for a new reading; the last one counts where none comes.
-
-        Returns:
-            Bytes, on the device where they grew most; 0: they did not.
+        A new reading counts if it comes within `patience_s`, else the last one.
         """
         asked_s = self._clock.now()
         self.refresh()
@@ -508,17 +475,17 @@ class Broker:
             self._sampler.refresh()
 
     def end(self, ticket: Ticket) -> None:
-        """Note that the process of a placed request is gone, or never came.
+        """Note that the process of a placed request has ended, or never started; a second call has no effect.
 
         Its reservation is released when the device shows the memory back, or after `RECOVERY_S`; then
-        `on_recovered` is called. The second call, and one for a request without a placement, has no effect.
+        `on_recovered` is called. Without a placement the call has no effect.
         """
         self._put(events.Ended(ticket))
 
     def _roots(self) -> list[int]:
-        """Return the processes whose memory is not foreign, on the sampler's thread."""
+        """Return the ids of processes whose memory is not foreign, on the sampler's thread."""
         if self.reader.remote:
-            # They are known where they run.
+            # The nodes know their processes.
             return []
         with self._known:
             known = self._machine.known
@@ -527,7 +494,7 @@ class Broker:
         return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *ended]))
 
     def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
-        """Wait for a reading that began after it was asked for; return whether one came in time."""
+        """Wait for a reading that began after `asked_s`; return whether one came in time."""
         while (reading := self._machine.known.view.reading) is None or reading.at_s < asked_s:
             left_s = asked_s + patience_s - self._clock.now()
             if left_s <= 0:
@@ -535,11 +502,11 @@ class Broker:
             self._clock.wait(self._known, left_s)
         return True
 
-    # The broker's thread; of a stepped one, the caller's.
+    # The broker's thread; for a stepped broker, the caller's.
 
     def look(self) -> None:
-        """Read the devices, and do all that follows from it: of a stepped broker."""
-        # The processes that have started belong to tasks in the reading.
+        """Read the devices of a stepped broker, and do all that follows from the reading."""
+        # Started processes are attached first, so that the reading attributes their memory.
         self._take_arrived()
         self._put(events.Read(self._sampler.read()))
         while self._inbox or self._machine.dirty:
@@ -551,17 +518,17 @@ class Broker:
             self._step()
 
     def _step(self) -> None:
-        """Handle all that has arrived, and decide."""
+        """Handle all events in the inbox, and decide."""
         known, began_s = self._machine.known, thread_time()
-        # Reservations whose memory is back are released first, all that came together: so they are one pass.
+        # All reservations whose memory is back are released first, so that one pass sees them all.
         self._take_arrived()
         self._handle(events.Tick())
         if not (known.waiting and known.view.silence(self._clock.now())):
-            # Without heartbeats other flows do not wait for its requests: its devices do not answer.
+            # While its devices do not answer it sends no heartbeats, so other flows do not wait for its requests.
             self._attempt(self._ledger.beat)
         self._attempt(self._tell_waits)
         self._attempt(self._ledger.poll)
-        # What its own releases have changed.
+        # Changes from its own releases.
         self._take_arrived()
         self._look()
         self._handle(events.Waits(self._waits_since()))
@@ -573,7 +540,7 @@ class Broker:
 
     def _wait_for_work(self) -> None:
         known = self._machine.known
-        # Another flow may ask for memory of a process of this broker, or wait for it to be away.
+        # Another flow may ask for a process's memory, or wait for its suspension.
         suspends = known.parked or any(t.request.preemptible for t in known.placed.values())
         until_s: float | None = None
         if self._ledger.shares and (known.waiting or suspends):
@@ -594,7 +561,7 @@ class Broker:
             arrived = tuple(self._inbox)
             self._inbox.clear()
         if self.reader.remote:
-            # A reading says all that one before it says, which came while the thread rested or was busy.
+            # The last reading replaces earlier ones, which came while the thread rested or was busy.
             last = next((e for e in reversed(arrived) if isinstance(e, events.Read)), None)
             arrived = tuple(e for e in arrived if not isinstance(e, events.Read) or e is last)
         for event in arrived:
@@ -606,7 +573,7 @@ class Broker:
             self._handle(event)
 
     def _look(self) -> None:
-        """Read the ledger."""
+        """Read the ledger, and pass the rows to the machine."""
         self._attempt(
             lambda: self._handle(events.Rows(*self._ledger.read(self._subscription))),
         )
@@ -632,11 +599,11 @@ class Broker:
         except Exception:
             if self._stepped:
                 raise
-            # A function of one task may fail; those of the others must be called all the same.
+            # A function of one task may fail; those of other tasks must still be called.
             logger.exception("the broker of GPU devices met an error; it goes on")
 
     def _carry_out(self, command: events.Command, queue: deque[events.Event]) -> None:
-        """Carry out a command; what follows from it goes into a queue of events."""
+        """Carry out a command; events that follow from it go into `queue`."""
         ledger = self._ledger
         match command:
             case events.Append(plan):
@@ -664,7 +631,7 @@ class Broker:
             case events.SetHeldBytes(request_id, held_bytes):
                 ledger.set_held_bytes(request_id, held_bytes)
             case events.Release(request_id, ticket, leaked_bytes):
-                # First, whatever becomes of the callback.
+                # First, whatever the callback does.
                 ledger.release(request_id)
                 if ticket is not None and ticket.on_recovered is not None:
                     ticket.on_recovered(leaked_bytes)

@@ -1,8 +1,7 @@
-"""What a broker knows of its devices: their last reading, and what the reservations leave free of it.
+"""The last reading of a broker's devices, and the memory that the reservations leave free.
 
-Covers how old the reading is, the state of each device, what each child process holds, warnings about what is
-odd in a reading, and which tickets wait for the memory of ended processes (`RecoveryWatch`). Asking for
-readings and deciding on them is `broker`; the arithmetic is `scheduling.memory`.
+Covers the age of the reading, device states, memory by child process, warnings about a reading, and tickets that wait
+for the memory of ended processes (`RecoveryWatch`). `broker` asks for readings; the arithmetic is `scheduling.memory`.
 """
 
 from __future__ import annotations
@@ -45,23 +44,23 @@ from prefect_gpu.scheduling.probes import Growth, Leaving, choose_leaving, count
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Seconds for which a reservation outlives its process at most, until the memory is back.
-#: Measured: 0 to 0.13 s on an H200; up to 1.5 s reported elsewhere; a zombie process may keep it for ever.
+#: Most seconds for which a reservation outlives its process, until the memory is back. Measured: 0 to 0.13 s on an H200;
+#: up to 1.5 s reported elsewhere; a zombie process may keep it for ever.
 RECOVERY_S = 5.0
 
 #: Seconds between two readings while memory is waited for.
 RECOVERY_POLL_S = 0.02
 
-#: Bytes by which an otherwise empty device may differ from before without anything having leaked.
+#: Bytes by which an otherwise empty device may differ from before without a leak.
 LEAK_TOLERANCE_BYTES = 2 * MIB
 
-#: Bytes in use that NVML attributes to no process, for each process that it lists. Measured on an H200,
-#: driver 580: 8.8 MiB with one process, 5.6 MiB for each further one
-#: (`docs/evidence/gpu-bookkeeping.txt`). Smaller leaks show only once the device is quieter.
+#: Bytes in use that NVML attributes to no process, for each listed process. Measured on an H200, driver 580: 8.8 MiB with
+#: one process, 5.6 MiB for each further one (`docs/evidence/gpu-bookkeeping.txt`). Smaller leaks show only once the
+#: device is quieter.
 BOOKKEEPING_BYTES = 9 * MIB
 
-#: Bytes in use for each process whose memory was moved to the host, which NVML does not list. Measured on an H100, driver
-#: 580: 3.2 to 3.3 MiB for one (`docs/evidence/gpu-suspend-by-hand.txt`).
+#: Bytes in use for each suspended process, which NVML does not list. Measured on an H100, driver 580: 3.2 to 3.3 MiB for
+#: one (`docs/evidence/gpu-suspend-by-hand.txt`).
 SUSPENDED_BYTES = 4 * MIB
 
 
@@ -69,31 +68,28 @@ class Note(NamedTuple):
     """One line for the log."""
 
     text: str
-    #: A warning; otherwise it is of the level INFO.
+    #: Level WARNING; otherwise INFO.
     warns: bool
 
 
 class RecoveryWatch:
-    """The tickets whose process has ended and whose memory is not back.
-
-    Not safe to use from several threads at once.
-    """
+    """The tickets whose process has ended and whose memory is not back. Not safe to use from several threads at once."""
 
     def __init__(self) -> None:
         #: By request id.
         self._ending: dict[str, Ticket] = {}
         #: Monotonic seconds at which the next reading is due.
         self._poll_s = 0.0
-        #: Devices that list no process of the flow though one holds memory there (containers).
+        #: Devices that list no process of the flow though it holds memory there (containers).
         self._hiding: set[DeviceKey] = set()
         #: Devices that have listed a process of the flow.
         self._listing: set[DeviceKey] = set()
-        #: Processes on the machine whose memory is on the host.
+        #: Number of suspended processes on the machine.
         self.suspended = 0
 
     @property
     def ending(self) -> Collection[Ticket]:
-        """The tickets whose memory is waited for."""
+        """The tickets whose memory is not back."""
         return self._ending.values()
 
     @property
@@ -107,19 +103,14 @@ class RecoveryWatch:
         self._poll_s = now_s
 
     def take_baseline(self, ticket: Ticket, reading: Reading) -> None:
-        """Note what a ticket's devices show before its process starts."""
+        """Note the unattributed memory of a ticket's devices before its process starts."""
         assert ticket.placement is not None
         ticket.ownerless_before = {
             device.key: _ownerless(reading, device.key) for device in ticket.placement.devices
         }
 
     def check(self, reading: Reading, placed: Collection[Ticket]) -> list[Ticket]:
-        """Return the tickets whose memory is back; they are waited for no longer.
-
-        Args:
-            reading: A new one, without an error.
-            placed: The tickets whose processes run.
-        """
+        """Return and forget the tickets whose memory a good new reading shows back; `placed` tickets still run."""
         self._find_hiding(reading, placed)
         done = [ticket for ticket in self._ending.values() if self._is_back(ticket, reading)]
         for ticket in done:
@@ -129,12 +120,9 @@ class RecoveryWatch:
     def give_up(
         self, now_s: float, reading: Reading | None, placed: Collection[Ticket]
     ) -> tuple[list[Ticket], list[Note]]:
-        """Return the tickets that have waited for `RECOVERY_S`, and what has leaked, for the log.
+        """Return the tickets that have waited for `RECOVERY_S`, and log lines about their leaks.
 
-        Args:
-            now_s: Monotonic seconds of the clock: a driver that hangs gives no readings.
-            reading: The last one.
-            placed: The tickets whose processes run.
+        `now_s` is from the clock and not from the last reading: a driver that hangs gives no readings.
         """
         done, notes = list[Ticket](), list[Note]()
         for ticket in tuple(self._ending.values()):
@@ -145,7 +133,7 @@ class RecoveryWatch:
             del self._ending[ticket.request.id]
             if reading is None or reading.error:
                 continue
-            # Again: what the ticket before this one has leaked is not missing here.
+            # Again: leaks of the ticket before this one are not missing here.
             self._is_back(ticket, reading)
             if ticket.missing_bytes:
                 notes.append(self._note_leak(ticket, reading, (*placed, *self._ending.values())))
@@ -184,7 +172,7 @@ class RecoveryWatch:
         )
 
     def _note_leak(self, ticket: Ticket, reading: Reading, others: Collection[Ticket]) -> Note:
-        # Told once: tasks that run beside it must not be blamed for the same bytes.
+        # Reported once: other tasks on the device must not be blamed for the same bytes.
         assert ticket.placement is not None
         for device in ticket.placement.devices:
             now = _ownerless(reading, device.key)
@@ -200,16 +188,14 @@ class RecoveryWatch:
         )
 
     def _find_hiding(self, reading: Reading, placed: Collection[Ticket]) -> None:
-        """Note the devices that do not list a process of the flow, although its counters say that it is there.
-
-        Memory that no process is listed with may be another task's there.
-        """
+        """Note devices that do not list a process of the flow, although its counters say that it is there."""
+        # Unlisted memory there may be another task's.
         listed = {use.root_pid for s in reading.snapshots for use in s.processes}
         for snapshot in reading.snapshots:
             if any(use.root_pid is not None for use in snapshot.processes):
                 self._listing.add(snapshot.device.key)
-        # A device that has listed a process of the flow does list them: a process that was just killed leaves
-        # the list before its end is known here (seen on an H200).
+        # A device that has once listed a process of the flow is not hiding: a process that was just killed leaves the
+        # list before its end is known here (seen on an H200).
         self._hiding -= self._listing
         for ticket in placed:
             if ticket.pid is not None and ticket.stand_in_bytes and ticket.pid not in listed:
@@ -227,11 +213,11 @@ def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
     return None if snapshot is None else ownerless_bytes(snapshot)
 
 
-#: A reading that came longer ago than this (seconds) is not decided on; a new one is asked for first.
+#: Seconds after which a reading is too old to decide on; a new one is requested first.
 FRESH_S = 0.5
 
-#: Seconds after which the states of all devices are computed again, also of those whose snapshots are the same: what
-#: other flows' processes are called may have come later.
+#: Seconds after which all device states are computed again, even with unchanged snapshots: other flows' process ids may
+#: have come later.
 KEPT_S = 2.0
 
 #: Seconds without a reading after which a driver is said to be silent.
@@ -241,12 +227,8 @@ SILENT_S = 5.0
 class DeviceView:
     """The last reading of one broker's devices. Not safe to use from several threads at once.
 
-    Args:
-        devices: All devices of the broker, before the first reading.
-        kind: The kind of all of them.
-        headroom_bytes: Kept free on each device.
-        around: What the GPU task around this process holds, if the ledger does not know it.
-        own_pid: Of this process.
+    `devices` are all devices before the first reading, of one kind. `around` has reservations of the GPU task around
+    this process (`own_pid`), if the ledger does not know it.
     """
 
     def __init__(
@@ -257,36 +239,35 @@ class DeviceView:
         around: tuple[Reservation, ...],
         own_pid: int,
     ) -> None:
-        #: Those of the last reading that was good.
+        #: Devices of the last good reading.
         self.devices = devices
         self._kind = kind
         self._headroom_bytes = headroom_bytes
         self._around = around
         self._own_pid = own_pid
-        #: The last one; `None`: none has come.
+        #: The last reading; `None`: none has come.
         self.reading: Reading | None = None
-        #: The devices of its snapshots.
+        #: Keys of the devices in its snapshots.
         self._keys: Sequence[DeviceKey] = ()
-        #: Monotonic seconds when it came. Its own time is when it began, and a driver may be slow.
+        #: Monotonic seconds when the reading came. Its own time is when it began, and a driver may be slow.
         self._came_s = 0.0
-        #: By device: the bytes that each request's process holds.
+        #: By device: bytes that each request's process holds.
         self._measured: dict[DeviceKey, Mapping[str, int]] = {}
-        #: By device: how the memory of each probe there has grown, by request id.
+        #: By device: growth of each probe's memory, by request id.
         self._growths: dict[DeviceKey, dict[str, Growth]] = {}
-        #: By device and child process: the bytes of that process and of those that it started, by process id.
+        #: By device and child process: bytes of that process and its descendants, by process id.
         self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
         #: Monotonic seconds when the states of all devices were last dropped.
         self._all_s = float("-inf")
-        #: The states of the devices, and the reservations on each that they were computed for (`None`: it is
-        #: not computed for this reading).
+        #: States of the devices, and the reservations that each was computed for (`None`: not computed yet).
         self._states: list[DeviceState] = []
         self._computed_for: Sequence[tuple[Reservation, ...] | None] = ()
-        #: Devices that do not work, or did not, and why; empty: it works again.
+        #: Errors of devices that have failed; empty: the device works again.
         self._set_aside: dict[DeviceKey, str] = {}
         self._context_told = False
 
     def take(self, reading: Reading, now_s: float) -> None:
-        """Use a new reading from now on (monotonic seconds)."""
+        """Use a reading that came at `now_s` (monotonic seconds)."""
         before = () if self.reading is None else self.reading.snapshots
         self.reading = reading
         self._came_s = now_s
@@ -298,7 +279,7 @@ class DeviceView:
             there = set(self._keys)
             self._measured = {key: each for key, each in self._measured.items() if key in there}
             self._growths = {key: each for key, each in self._growths.items() if key in there}
-        # On a cluster most devices have the snapshot that they had: nothing was heard of them.
+        # On a cluster most devices keep their snapshot: no news of them came.
         if keys != self._keys or self._came_s - self._all_s >= KEPT_S:
             before, self._all_s, self._by_root = (), self._came_s, {}
             self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
@@ -318,7 +299,7 @@ class DeviceView:
         self._computed_for = computed_for
 
     def compute_again(self, devices: Iterable[Device]) -> None:
-        """Compute the states of some devices again, although their snapshots are the same: a process is known now."""
+        """Compute states again although the snapshots are the same: a process is known now."""
         keys = {device.key for device in devices}
         self._computed_for = [
             None if key in keys else done
@@ -340,15 +321,12 @@ class DeviceView:
         return None
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use.
-
-        That is each device, where it names some, or nodes, that are not there.
-        """
+        """Return the bytes that could ever be reserved on each device that a task may use; unknown names: on each device."""
         states = self._empty_states()
         try:
             states = select_devices(Request("", "", 0, 0.0, devices=names, nodes=nodes), states)
         except PlacementError:
-            # The request for a placement is refused for it.
+            # The request itself is refused for it.
             pass
         return {state.device: state.capacity_bytes for state in states}
 
@@ -368,14 +346,10 @@ class DeviceView:
     def states(
         self, view: LedgerView, tickets: Mapping[str, Ticket], ending: Iterable[Ticket] = ()
     ) -> list[DeviceState]:
-        """Return what each device has free; none if there is no good reading.
+        """Return the state of each device; none if there is no good reading.
 
-        A state is computed again only if the reading or the device's reservations have changed.
-
-        Args:
-            view: The reservations.
-            tickets: Requests of the broker that were placed, by id.
-            ending: Those whose process has ended, and whose memory may not be back.
+        A state is computed again only if the reading or the device's reservations have changed. `tickets` has the placed
+        requests of the broker by id, `ending` those whose process has ended and whose memory may not be back.
         """
         reading = self.reading
         if reading is None or reading.error:
@@ -403,7 +377,7 @@ class DeviceView:
         measured: Mapping[str, int],
         now_s: float,
     ) -> dict[str, int]:
-        """Note how the probes of a device have grown, and return at how many bytes each counts for another one."""
+        """Note how the probes of a device have grown, and return the bytes at which each counts for another probe."""
         probes = {r.request_id: r for r in held if r.probe is not None}
         before = self._growths.get(key, {})
         if not probes and not before:
@@ -419,12 +393,8 @@ class DeviceView:
     ) -> Iterator[tuple[Leaving, Device]]:
         """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
 
-        Of the states that `states` has last returned.
-
-        Args:
-            running: The entries of all tasks that have devices, by request id.
-            silent: Owners that send no heartbeats: they suspend nothing.
-            fixed: Request ids of further tasks that cannot be suspended.
+        Uses the states that `states` has last returned. `running` has the entries of all tasks with devices by request
+        id, `silent` the owners without heartbeats, which suspend nothing, `fixed` further tasks that cannot be suspended.
         """
         reading = self.reading
         if reading is None or reading.error or not self._growths:
@@ -432,7 +402,7 @@ class DeviceView:
         now_s = reading.at_s
         goes = {i for i, e in running.items() if e.leaves or e.held_back or e.suspended_for}
         away = goes | {i for i, e in running.items() if e.away}
-        # One at a time is suspended: what the machine's own memory can hold is seen once it is there.
+        # One is suspended at a time: the next needs a reading of the machine's own memory with it there.
         if any(not running[i].away and running[i].owner not in silent for i in goes):
             fixed = running.keys()
         fixed = fixed | {
@@ -453,25 +423,24 @@ class DeviceView:
 
     @property
     def measured(self) -> Mapping[DeviceKey, Mapping[str, int]]:
-        """What each request's process holds of each device, as `states` has last found."""
+        """Bytes that each request's process holds on each device, from the last call of `states`."""
         return self._measured
 
     def measured_bytes(self, request_id: str, device: Device) -> int:
-        """Return what a request's process holds of a device, as `states` has last found."""
+        """Return the bytes that a request's process holds on a device, from the last call of `states`."""
         return self._measured.get(device.key, {}).get(request_id, 0)
 
     def measured_by_pid(self, root_pid: int, device: Device) -> Mapping[int, int]:
-        """Return what a child process and those that it started hold of a device, by process id."""
+        """Return the bytes that a child process and its descendants hold on a device, by process id."""
         return self._by_root.get(device.key, {}).get(root_pid, {})
 
     def compare(self, reading: Reading) -> tuple[list[tuple[Device, str]], list[Note]]:
-        """Return what is odd in a reading, each thing once, and what all devices of a node have in common as one line.
+        """Return the devices that are set aside from now on, with reasons, and log lines about new oddities in a reading.
 
-        Returns:
-            The devices that are set aside from now on, each with the reason; and lines for the log.
+        All devices of a node with the same change share one line.
         """
         notes = self._note_context(reading)
-        #: By node and error; an empty one is of devices that answer again.
+        #: By node and error; an empty error: the devices answer again.
         changed: dict[tuple[str, str], list[Device]] = {}
         for snapshot in reading.snapshots:
             device, error = snapshot.device, snapshot.error
@@ -480,7 +449,7 @@ class DeviceView:
                 self._set_aside[device.key] = error
         for (node, error), devices in changed.items():
             several = len(devices) > 1
-            # By its UUID it is found in the driver's own log.
+            # Its UUID identifies it in the driver's own log.
             name = f"{devices[0].label} ({devices[0].uuid})"
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
@@ -517,7 +486,7 @@ def _measure(
     if snapshot.error:
         return {}
     key = snapshot.device.key
-    # What this process itself holds is not foreign if it runs inside a GPU task.
+    # Memory of this process itself is not foreign if it runs inside a GPU task.
     roots = dict[int, str]()
     for held in parents:
         roots[own_pid] = held.request_id

@@ -1,4 +1,4 @@
-"""What a `machine` is told, and what it has its `broker` do."""
+"""Events that a `machine` handles, and commands that its `broker` carries out."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ class BodyBegan:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a placed request is gone, or never came."""
+    """The process of a placed request has ended, or never started."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class MovingOut:
-    """The memory of a request's process is on the way to the host."""
+    """The memory of a request's process is being moved to the host."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class NotMoved:
-    """A process was not suspended, or runs again (`refused`: it was not)."""
+    """A process was not suspended (`refused`), or runs again."""
 
     ticket: Ticket
     refused: bool
@@ -76,7 +76,7 @@ class NotMoved:
 
 @dataclass(frozen=True, slots=True)
 class NeedLearned:
-    """It is known what the task of a probe needs: bytes on a device, by its model."""
+    """The need of a probe's task is known: bytes on a device, by its model."""
 
     ticket: Ticket
     budgets: Mapping[str, int]
@@ -104,7 +104,7 @@ class LedgerChanged:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Since when the GPU task around this process waits (monotonic seconds); `None`: it does not."""
+    """Monotonic seconds since when the GPU task around this process waits; `None`: it does not."""
 
     since_s: float | None
 
@@ -116,17 +116,17 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDue:
-    """All that has come was handled: a pass is made, if something has changed."""
+    """All events before it were handled: a pass is made, if something has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspensionsDue:
-    """A pass was made: tasks are asked for their memory, or may have it back."""
+    """A pass was made: tasks are asked to suspend, or may resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A plan was written into the ledger (`False`: other brokers were faster, and nothing was written)."""
+    """A plan was written into the ledger (`done=False`: other brokers were faster, and nothing was written)."""
 
     plan: Plan
     done: bool
@@ -158,14 +158,14 @@ Event: TypeAlias = Union[  # noqa: UP007
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Write a plan into the ledger, all or nothing; `Appended` says whether it was."""
+    """Write a plan into the ledger, all or nothing; the event `Appended` has the result."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Replace the ledger's entry of a request by what a pure function makes of it."""
+    """Replace the ledger's entry of a request by the result of a pure function."""
 
     request_id: str
     change: Callable[[Entry], Entry]
@@ -181,7 +181,7 @@ class Lower:
 
 @dataclass(frozen=True, slots=True)
 class SetProcess:
-    """Write into the ledger which process holds what a request has reserved."""
+    """Write into the ledger the process that uses a request's reservation."""
 
     request_id: str
     pid: int
@@ -196,7 +196,7 @@ class MarkRunning:
 
 @dataclass(frozen=True, slots=True)
 class SetHeldBytes:
-    """Write into the ledger what the process of a request holds on each device that it may use."""
+    """Write into the ledger the bytes of a request's process on each device that it may use."""
 
     request_id: str
     held_bytes: tuple[int, ...]
@@ -204,7 +204,7 @@ class SetHeldBytes:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Remove a request from the ledger. With a ticket: its process has ended, and so many bytes did not come back."""
+    """Remove a request from the ledger. With a ticket: its process has ended, and `leaked_bytes` did not come back."""
 
     request_id: str
     ticket: Ticket | None = None
@@ -218,12 +218,12 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class ReadDevices:
-    """Ask for a reading now."""
+    """Ask for a device reading now."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleDevices:
-    """Read the devices at intervals from now on, or no longer."""
+    """Start or stop reading the devices at intervals."""
 
     active: bool
 
@@ -239,7 +239,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class TellMeasured:
-    """Tell a request what its process holds of each of its devices."""
+    """Tell a request the memory of its process on each of its devices."""
 
     ticket: Ticket
     at_s: float
@@ -248,7 +248,7 @@ class TellMeasured:
 
 @dataclass(frozen=True, slots=True)
 class TellHeldBack:
-    """Tell a request that the memory of its process is wanted on the host, or may come back."""
+    """Tell a request that its process is to be suspended, or may resume."""
 
     ticket: Ticket
     away: bool
@@ -256,7 +256,7 @@ class TellHeldBack:
 
 @dataclass(frozen=True, slots=True)
 class TellNoReturn:
-    """Tell a request that its suspended process has no device to come back to."""
+    """Tell a request that its suspended process has no device to return to."""
 
     ticket: Ticket
     error: PrefectGPUError
@@ -264,7 +264,7 @@ class TellNoReturn:
 
 @dataclass(frozen=True, slots=True)
 class TellShort:
-    """Tell a probe to end for the others on its device."""
+    """Tell a probe to end its process, so that the other probes on its device continue."""
 
     ticket: Ticket
     device: Device
@@ -272,7 +272,7 @@ class TellShort:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Tell those who watch that a device does not work."""
+    """Tell the fault watchers that a device does not work."""
 
     device: Device
     why: str

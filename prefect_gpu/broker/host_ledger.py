@@ -1,13 +1,11 @@
 """The log of a machine's ledger in a file, shared by all processes that use the same folder.
 
-The file is an SQLite database in WAL mode, which readers and one writer use at the same time. Nothing in it has
-to survive the machine's end, so no write waits for the disk.
+The file is an SQLite database in WAL mode, which readers and one writer use at the same time. It need not survive the
+machine's end, so no write waits for the disk.
 
-A process is alive for as long as it holds a lock on a file of its own beside the database. The kernel releases
-the lock when the process ends, in whatever way, and across containers and users. What a process that is gone
-has written is removed by the others.
-
-What the entries mean is in `ledger`.
+A process is alive for as long as it holds a lock on a file of its own beside the database. The kernel releases the lock
+when the process ends, in whatever way, and across containers and users. Other processes remove the entries of an ended
+process. `ledger` defines the entries.
 """
 
 from __future__ import annotations
@@ -48,20 +46,20 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 
 logger = logging.getLogger(__name__)
 
-#: Version of the tables and of `Entry`. Releases with different ones do not share a ledger.
+#: Version of the tables and of `Entry`. Releases with different versions do not share a ledger.
 SCHEMA = 1
 
-#: Seconds that a call waits for another process to finish its write, which takes less than a millisecond. A
-#: process that was stopped in the middle of one may keep the file for ever.
+#: Seconds to wait for another process's write, which takes less than a millisecond. A process that was stopped in the
+#: middle of a write may keep the file for ever.
 BUSY_S = 5.0
 
-#: The same when a process leaves the ledger. Others remove what it could not remove itself.
+#: `BUSY_S` for a process that leaves the ledger. Others remove what it could not remove itself.
 LEAVING_S = 0.5
 
 #: Seconds between two checks of whether other processes are still alive.
 OWNERS_S = 0.25
 
-#: Rows that are kept for slow readers, and as a record for people.
+#: Rows kept for slow readers, and as a record for people.
 LOG_ROWS = 20_000
 
 _TABLES = """
@@ -77,12 +75,12 @@ CREATE INDEX of_request ON log (request, number);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, about TEXT NOT NULL);
 """
 
-#: The database, and what SQLite keeps beside it.
+#: The database, and SQLite's files beside it.
 _FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
-#: Columns of a row, with its owner, who may be gone.
+#: Columns of a row, with its owner, which may have ended.
 _COLUMNS = "request, promises, entry, owner"
 
 _OWNERS = "SELECT owner, about FROM owners"
@@ -95,11 +93,7 @@ FileIdentity: TypeAlias = tuple[int, int]
 
 
 def host_ledger(folder: Path | None = None) -> Ledger:
-    """Return the ledger that all processes of this machine share, one for each folder in a process.
-
-    Args:
-        folder: See `HostStore`.
-    """
+    """Return the ledger that all processes of this machine share, one for each folder (see `HostStore`) in a process."""
     return PROCESS_RESOURCES.get(
         ("ledger", folder_key(folder)), lambda: Ledger(partial(HostStore, folder, shared_folder))
     )
@@ -107,7 +101,7 @@ def host_ledger(folder: Path | None = None) -> Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """What a process has said of itself, for people."""
+    """A process's description of itself, for people."""
 
     pid: int = 0
     #: The PID namespace in which `pid` names it.
@@ -124,11 +118,11 @@ class HostStore:
 
     Args:
         folder: See `SharedFolder`.
-        open_folder: Opens it.
+        open_folder: Opens the folder.
         owners_s: Seconds between two checks of whether other processes are still alive.
 
     Raises:
-        StoreError: It cannot be used.
+        StoreError: The log cannot be used.
     """
 
     def __init__(
@@ -142,13 +136,13 @@ class HostStore:
         self.namespace = read_namespace()
         self.node = socket.gethostname()
         self.silent: frozenset[str] = frozenset()
-        # At exit the store is closed while other threads run. Closing SQLite's connection in the middle of a call
+        # At exit the store is closed while other threads run, and closing SQLite's connection in the middle of a call
         # crashes the process.
         self._lock = threading.RLock()
         self._registered = False
         self._owners_s = 0.0
         self._seen_version = -1
-        #: The error that made it unusable; `None`: it is usable.
+        #: Error that made the store unusable; `None`: it is usable.
         self._broken: sqlite3.Error | None = None
         self._folder = default_folder() if folder is None else folder
         try:
@@ -156,7 +150,7 @@ class HostStore:
             #: This process counts as alive for as long as it holds this file.
             self._hold = hold = shared.hold(f"{self.owner}.lock")
             try:
-                # Under a lock: two processes must not both find that they are the only one.
+                # Under a lock: two processes must not both find that they are alone.
                 with shared.locked("opening"):
                     self._db, database = self._open()
             except BaseException:
@@ -245,15 +239,15 @@ class HostStore:
         """Return the processes that use the ledger, by the names in `Entry.owner`.
 
         Raises:
-            StoreError: It cannot be read.
+            StoreError: The ledger cannot be read.
         """
         return {owner: _owner(text) for owner, text in self._ask(_OWNERS)}
 
     def read_placed_s(self) -> dict[str, float]:
-        """Return the monotonic seconds at which requests got their devices, by id. Those of old ones may be gone.
+        """Return the monotonic seconds of placements by request id; those of old requests may be missing.
 
         Raises:
-            StoreError: It cannot be read.
+            StoreError: The ledger cannot be read.
         """
         return dict(self._ask("SELECT request, max(at_s) FROM log WHERE promises GROUP BY request"))
 
@@ -273,7 +267,7 @@ class HostStore:
         for row in changes:
             owner, text = self.owner, None
             if row.entry is not None:
-                # The entry may belong to another process, whose request was passed.
+                # The entry may belong to another process's request, which was passed.
                 owner, text = row.entry.owner, _ENTRY.dump_json(row.entry).decode()
             number = _insert(self._db, owner, row.request_id, row.promises, text)
         if number and number % 1000 == 0:
@@ -281,7 +275,7 @@ class HostStore:
         return number
 
     def _trim(self, number: int) -> None:
-        """Delete rows that no reader needs: old ones of requests that are gone or were written anew."""
+        """Delete rows that no reader needs: old rows of requests that are gone or have newer rows."""
         self._db.execute(
             "DELETE FROM log WHERE number < ? AND (entry IS NULL OR EXISTS "
             "(SELECT 1 FROM log AS later WHERE later.request = log.request AND later.number > log.number))",
@@ -308,11 +302,7 @@ class HostStore:
         return self._read_rows(_LAST_ROWS)
 
     def _read_rows(self, query: str) -> list[Row]:
-        """Return rows as values. All rows of a process that has ended are dropped if one of them cannot be read.
-
-        Raises:
-            ValueError: A row of a process that is alive cannot be read.
-        """
+        """Return rows as values; drop all rows of an ended process if one is unreadable, raise if it is alive."""
         while True:
             rows: list[Row] = []
             failed: dict[str, ValueError] = {}
@@ -336,7 +326,7 @@ class HostStore:
             return True
 
     def _drop(self, owner: str, why: str) -> None:
-        """Remove a process that has ended, and all its rows."""
+        """Remove an ended process and all its rows."""
         logger.warning(
             "the entries of a process that has ended were dropped from the ledger in %s, since it %s",
             *(self._folder, why),
@@ -350,16 +340,9 @@ class HostStore:
         return int(version)
 
     def _open(self) -> tuple[sqlite3.Connection, FileIdentity | None]:
-        """Open the database; return it, and which file it is.
-
-        One that no process has open is replaced if it is of another start of the machine, which may have ended in the
-        middle of a write, of another release, or damaged. Its rows are read to find that out.
-
-        Raises:
-            StoreError: It has another schema, and another process is there.
-            OSError: It cannot be made.
-            sqlite3.Error: It cannot be used.
-        """
+        """Open the database; return it, and its file's identity. Raises `StoreError` for another schema."""
+        # A file that no process has open is replaced if it is of another boot, which may have ended in the middle of a
+        # write, of another release, or damaged. Its rows are read to find that out.
         path = self._shared.path / _FILES[0]
         alone = not self._finds_others()
         self._shared.make_file(path.name)
@@ -373,7 +356,7 @@ class HostStore:
                 return database, identity
             database.close()
         except (StoreError, sqlite3.DatabaseError) as error:
-            # One that is locked, or on a full disk, is not damaged.
+            # A locked database, or one on a full disk, is not damaged.
             if not alone or isinstance(error, sqlite3.OperationalError):
                 raise
             logger.warning("%s; no process uses it, and it is replaced", self._describe(error))
@@ -384,7 +367,7 @@ class HostStore:
         return _connect(path, self._folder), identity
 
     def _finds_others(self) -> bool:
-        """Return whether another process is alive that shares the folder, of whatever release."""
+        """Return whether another process, of any release, is alive and shares the folder."""
         locks = [path.name for path in self._shared.path.glob("*.lock")]
         # All are checked: `is_held` removes the files of processes that have ended.
         held = [name for name in locks if self.owner not in name and self._shared.is_held(name)]
@@ -400,7 +383,7 @@ class HostStore:
             )
 
     def _look_at_owners(self) -> None:
-        """Remove the entries of processes that have ended, and find those that send no heartbeats."""
+        """Remove the entries of ended processes, and find processes without heartbeats."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         silent: set[str] = set()
         for (owner,) in owners.fetchall():
@@ -418,7 +401,7 @@ class HostStore:
         self._seen_version = -1
 
     def _forget(self) -> None:
-        # In a fork. SQLite would believe that it holds locks which the kernel gave to the parent only.
+        # In a fork, where SQLite would believe that it holds locks of the parent.
         self._db.close()
 
     def _describe(self, error: Exception) -> str:
@@ -429,12 +412,7 @@ class HostStore:
 
 
 def _connect(path: Path, folder: Path) -> sqlite3.Connection:
-    """Open a database, with its tables.
-
-    Raises:
-        StoreError: It has another schema.
-        sqlite3.Error: It cannot be used.
-    """
+    """Open a database with its tables; raise `StoreError` if it has another schema."""
     database = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         database.execute("PRAGMA journal_mode = WAL")
@@ -458,11 +436,7 @@ def _connect(path: Path, folder: Path) -> sqlite3.Connection:
 
 
 def _check_rows(database: sqlite3.Connection) -> None:
-    """Close a database whose rows cannot be read.
-
-    Raises:
-        sqlite3.DatabaseError: They cannot.
-    """
+    """Close a database with unreadable rows, and raise `sqlite3.DatabaseError`."""
     try:
         database.execute(_OWNERS).fetchall()
         for *row, _ in database.execute(_LAST_ROWS):
@@ -483,7 +457,7 @@ def _read_boot(database: sqlite3.Connection) -> int:
 
 
 def _read_files(folder: Path) -> tuple[FileIdentity | None, ...]:
-    """Return what identifies the files of the database that are found in a folder now."""
+    """Return the identities of the database's files in a folder now."""
     found: list[FileIdentity | None] = []
     for name in _FILES:
         try:
@@ -498,16 +472,13 @@ def _identify(status: os.stat_result) -> FileIdentity:
 
 
 def _never_close(database: sqlite3.Connection) -> None:
-    """Keep a connection open until this process ends, also while the interpreter exits.
-
-    SQLite, as it closes a database, may remove files by their names, which others use.
-    """
+    """Keep a connection open until this process ends: SQLite, closing it, may remove files of others by their names."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
 
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Begin a transaction, unless this is part of one."""
+    """Begin a transaction, unless one has begun."""
     if database.in_transaction:
         yield
         return
@@ -523,11 +494,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
-    """Return a row as a value.
-
-    Raises:
-        ValueError: It is not as this release writes it.
-    """
+    """Return a row as a value; raise `ValueError` if this release did not write it so."""
     try:
         entry = None if text is None else _ENTRY.validate_json(text)
     except (ValidationError, TypeError) as error:
@@ -541,7 +508,7 @@ def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
 
 
 def _owner(text: str) -> Owner:
-    """Return a process's description of itself, as far as it can be read."""
+    """Return a process's description of itself, empty if it cannot be read."""
     try:
         return _OWNER.validate_json(text)
     except (ValidationError, TypeError):
@@ -560,7 +527,7 @@ def _insert(
 
 
 def _remove_owner(database: sqlite3.Connection, owner: str) -> None:
-    """Remove a process that is gone, and all that it has written of requests."""
+    """Remove an ended process and all its entries."""
     with _transaction(database):
         left = database.execute(
             "SELECT request, entry, max(number) FROM log WHERE owner = ? GROUP BY request", (owner,)
@@ -580,7 +547,7 @@ def _leave(
     owner: str,
     pid: int,
 ) -> None:
-    """Remove this process from a ledger. Called at its end."""
+    """Remove this process from a ledger at its end."""
     if pid != os.getpid():
         # A fork: the ledger is the parent's.
         return
@@ -607,7 +574,7 @@ def _leave(
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
-    """Return what helps a person to find this process; see `Owner`. No decision depends on it."""
+    """Return facts by which a person finds this process; see `Owner`. No decision depends on them."""
     with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),

@@ -1,12 +1,11 @@
-"""The ledger of a machine: the requests of all flows, those that wait and those that hold memory of a device.
+"""The ledger of a machine: waiting and placed requests of all flows.
 
-An `Entry` is what is known of one request. The ledger is a log of changes to entries, so every process that
-reads the log has the same entries. A decision is made on one version of the ledger and written only if no
-process has promised memory since (compare and swap), so two brokers can never reserve the same bytes twice.
+An `Entry` is the ledger's record of one request. The ledger is a log of changes to entries, so every process that reads
+the log has the same entries. A decision is made on one version of the ledger and written only if no process has
+promised memory since (compare and swap), so two brokers can never reserve the same bytes twice.
 
-Where the log is kept is a `Store`: `MemoryStore` for one process, `host_ledger.HostStore` for all processes of
-a machine. What to reserve is decided in `prefect_gpu.scheduling`; waiting for memory to come back is
-`device_view`.
+A `Store` keeps the log: `MemoryStore` for one process, `host_ledger.HostStore` for all processes of a machine.
+`prefect_gpu.scheduling` decides what to reserve; `device_view` waits for memory to come back.
 """
 
 from __future__ import annotations
@@ -33,42 +32,42 @@ class Entry:
 
     #: The request. Its devices are named by their full UUIDs.
     request: Request
-    #: The process that it belongs to, by the name of that process's lock file.
+    #: Process that owns the request, by the name of its lock file.
     owner: str = ""
-    #: Name of the node that this process runs on.
+    #: Name of the owner's node.
     node: str = ""
-    #: The broker within that process, by number.
+    #: Number of the broker within the owner.
     broker: int = 0
-    #: Its reservations; empty: it waits.
+    #: Reservations of the request; empty: it waits.
     reservations: tuple[Reservation, ...] = ()
-    #: Devices that it may use.
+    #: Devices that the request may use.
     devices: tuple[DeviceKey, ...] = ()
-    #: How often it was passed, and which devices are kept for it.
+    #: How often the request was passed, and its kept devices.
     status: BlockedStatus = field(default_factory=BlockedStatus)
     #: The limit `max_processes` of its broker.
     max_processes: int = 0
     #: Process that holds the memory; `None`: none does yet.
     pid: int | None = None
-    #: The PID namespace in which `pid` names that process; empty: not known.
+    #: PID namespace of `pid`; empty: not known.
     namespace: str = ""
-    #: Bytes that the process holds on each of `devices`, as measured by its own flow. Written only where other
-    #: processes cannot identify it by `pid`, because they, or the driver, see another PID namespace.
+    #: Bytes that the process holds on each of `devices`, measured by its own flow. Written only where others cannot
+    #: identify it by `pid`, because they, or the driver, see another PID namespace.
     held_bytes: tuple[int, ...] = ()
-    #: Its body is blocked until GPU tasks that it has submitted end. Written by the process that it runs in.
+    #: Its body is blocked until GPU tasks that it submitted end. Written by the body's process.
     waits: bool = False
     #: Its body has begun. Its host memory is then part of what the kernel reports as used.
     running: bool = False
-    #: A person wants its memory to be on the host.
+    #: A person has asked to suspend its process.
     held_back: bool = False
-    #: What that frees may be given to other requests.
+    #: Other requests may get the memory which that suspension frees.
     shared: bool = False
-    #: A first run whose memory is wanted on the host for those beside it. Once it is there, it waits for room to come back.
+    #: A first run, to be suspended for the first runs beside it. Once suspended, it waits for room to resume.
     leaves: bool = False
-    #: The waiting request that its memory is wanted on the host for, by id; empty: none.
+    #: Waiting request, by id, that its process is to be suspended for; empty: none.
     suspended_for: str = ""
     #: Fully suspended; no resume has begun.
     away: bool = False
-    #: How far that is, as text for a person; empty: its memory is on its devices.
+    #: Progress of the suspension, as text for people; empty: its memory is on its devices.
     suspension: str = ""
     #: Monotonic seconds when it got its devices; 0: not known.
     placed_s: float = 0.0
@@ -77,12 +76,12 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """The broker that it belongs to, unique on the machine."""
+        """Its broker, unique on the machine."""
         return f"{self.owner}/{self.broker}"
 
     @property
     def runs(self) -> bool:
-        """Whether it is of a task that has devices, or had them when it was suspended."""
+        """Whether its task has devices, or had them when it was suspended."""
         return bool(self.reservations or self.away)
 
 
@@ -100,9 +99,9 @@ class Row(NamedTuple):
 
     #: Its position in the log, from 1.
     number: int
-    #: Empty: earlier rows are not available. The rows that follow are the last one of each request.
+    #: Empty: earlier rows are not available, and the last row of each request follows.
     request_id: str
-    #: Whether it adds a reservation. Decisions that were made without it must be made again.
+    #: Whether the row adds a reservation. Decisions made without it must be made again.
     promises: bool
     #: `None`: the request is gone.
     entry: Entry | None
@@ -134,7 +133,7 @@ class Store(Protocol):
     namespace: str
     #: Name of the node that this process runs on.
     node: str
-    #: Owners that are alive but send no heartbeats: they were stopped, or hang. Updated by `changed`.
+    #: Owners that are alive without heartbeats: they were stopped, or hang. Updated by `changed`.
     silent: frozenset[str]
 
     @property
@@ -151,25 +150,16 @@ class Store(Protocol):
         ...
 
     def read(self, after: int) -> Sequence[Row]:
-        """Return the rows after a row number.
-
-        Raises:
-            StoreError: It cannot be read.
-        """
+        """Return the rows after a row number; raise `StoreError` if they cannot be read."""
         ...
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
     ) -> Written:
-        """Write changes, all or none.
+        """Write changes, all or none; raise `StoreError` if they cannot be written.
 
-        Args:
-            after: Number of the last row that was read.
-            changes: Rows, whose numbers are not used.
-            conflicts: Returns whether nothing may be written, for each row of others after that one.
-
-        Raises:
-            StoreError: It cannot be written.
+        `after` is the number of the last row that was read. `conflicts` returns whether a row of another process after
+        it forbids the write. The numbers of the rows in `changes` are not used.
         """
         ...
 
@@ -178,8 +168,8 @@ class Store(Protocol):
         ...
 
 
-#: Limit on how often a ledger opens a store again whose files were replaced. A file system whose inode numbers
-#: change would otherwise cause an endless loop.
+#: Most times that a ledger reopens a store whose files were replaced. A file system whose inode numbers change would
+#: otherwise cause an endless loop.
 MOST_OPENED = 10
 
 #: Seconds after which a store that could not be used is tried again. A disk may be full or slow for a while.
@@ -187,7 +177,7 @@ AGAIN_S = 60.0
 
 
 class MemoryStore:
-    """The store of a process that shares nothing. It keeps no rows: no other process reads them."""
+    """The store of a process that shares nothing. It keeps no rows, since no other process reads them."""
 
     owner = "memory"
     namespace = ""
@@ -217,7 +207,7 @@ class MemoryStore:
 
 
 class HostUse(NamedTuple):
-    """What processes of requests need of the machine that they run on."""
+    """Resources that requests need of the machine of their devices."""
 
     #: Requests that hold devices.
     tasks: int
@@ -232,23 +222,21 @@ class LedgerView:
     version: int
     #: By device. The tuple of a device is the same object until its reservations change.
     by_device: Mapping[DeviceKey, tuple[Reservation, ...]]
-    #: By request id: the process that runs for it. Memory of such a process is not foreign, whichever broker
-    #: started it.
+    #: Process by request id. Its memory is not foreign, whichever broker started it.
     processes: Mapping[str, int]
-    #: By request id: bytes that the process holds, where `processes` or the driver's figures cannot tell.
+    #: By request id: bytes of the process, where `processes` or the driver's figures cannot tell.
     held_bytes: Mapping[str, Mapping[DeviceKey, int]]
     #: By origin: requests that hold devices.
     holding: Mapping[str, int]
     #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     host_promised_bytes: int
-    #: By device, of a request on several the first: what processes that hold devices need of the machine that it is in.
-    #: A cluster adds them up by node.
+    #: By device (the first, for a request on several): needs of the machine. A cluster adds them up by node.
     host_use: Mapping[DeviceKey, HostUse]
     #: See `Store.silent`.
     silent: frozenset[str] = frozenset()
     #: Requests that hold devices and may be suspended for others.
     preemptible: int = 0
-    #: Monotonic seconds at which a row was last read by which another process may have given up a device.
+    #: Monotonic seconds when a row was last read by which another process may have released a device.
     freed_s: float = float("-inf")
     #: This process, as `Entry.owner` names it.
     owner: str = ""
@@ -270,13 +258,11 @@ class Subscription:
 
 
 class Ledger:
-    """The entries of all requests. Safe to use from several threads.
-
-    A fork of the process begins with an empty one.
+    """The entries of all requests. Safe to use from several threads. A fork of the process begins with an empty ledger.
 
     Args:
-        open_store: Opens the store, when the ledger is used first. What it raises as `StoreError` is logged
-            once, and the process shares nothing until the store can be used again.
+        open_store: Opens the store at the first use. Its `StoreError` is logged once, and the process shares nothing
+            until the store can be used again.
         now: Returns monotonic seconds, of the clock that its brokers use.
     """
 
@@ -287,7 +273,7 @@ class Ledger:
     ) -> None:
         self._open_store = open_store
         self._now = now
-        #: Whether other processes may use it.
+        #: Whether other processes may use the ledger.
         self.shares = open_store is not MemoryStore
         self._reset()
         # A fork must not find SQLite in the middle of a call.
@@ -295,12 +281,12 @@ class Ledger:
         PROCESS_RESOURCES.after_fork(self, Ledger._reset)
 
     def _reset(self) -> None:
-        #: Guards all attributes below. Only the store is called with it held.
+        #: Guards all attributes below. Only the store is called while it is held.
         self._lock = threading.RLock()
         self._store: Store | None = None
         #: Why the store cannot be used; empty: it can.
         self.problem = ""
-        #: The last warning said that the store cannot be used. `False`: it said that the store is shared again, or there was none.
+        #: Whether the last warning said that the store cannot be used.
         self._warned = False
         #: Monotonic seconds when the store is tried again.
         self._again_s = 0.0
@@ -309,22 +295,22 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         #: By request id: the version at which its entry was written.
         self._changed: dict[str, int] = {}
-        #: Those with reservations.
+        #: Entries with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
         #: See `LedgerView.host_use`.
         self._host_use: dict[DeviceKey, HostUse] = {}
         #: Number of the last row that was read or written.
         self._number = 0
-        #: Version at which this store was opened. Versions continue from those of an earlier store.
+        #: Version at which this store was opened; versions continue from an earlier store.
         self._base = 0
         #: Version at which the last reservation was added.
         self._promised = 0
         #: See `LedgerView.freed_s`.
         self._freed_s = float("-inf")
-        #: How often the store was opened again because its files were replaced.
+        #: Number of times that the store was reopened because its files were replaced.
         self._opened = 0
-        #: Other processes have made changes for which the watchers were not called yet.
+        #: Other processes have made changes, and the watchers were not called yet.
         self._news = False
         #: Computed at most once for each change.
         self._view: LedgerView | None = None
@@ -337,9 +323,8 @@ class Ledger:
     def subscribe(self, changed: Callable[[], None]) -> Subscription:
         """Register a broker, and return its subscription.
 
-        Args:
-            changed: Called from any thread, without locks, after every release, and when `poll` has found
-                changes of other processes.
+        `changed` is called from any thread, without locks, after every release, and when `poll` has found changes of
+        other processes.
         """
         with self._lock:
             subscription = Subscription(next(self._numbers))
@@ -350,7 +335,7 @@ class Ledger:
         return subscription
 
     def share(self, open_store: Callable[[], Store]) -> None:
-        """Share what only this process has used so far, with the processes that use another store."""
+        """Share the ledger of this process with the processes that use another store."""
         with self._lock:
             if self.shares:
                 return
@@ -359,7 +344,7 @@ class Ledger:
         self._call_watchers()
 
     def view(self) -> LedgerView:
-        """Read what other processes have written, and return the current view."""
+        """Read new rows of other processes, and return the current view."""
         with self._lock:
             store = self._look()
             if self._view is None:
@@ -367,19 +352,19 @@ class Ledger:
             return self._view
 
     def read(self, subscription: Subscription) -> tuple[LedgerView, Changes]:
-        """Read what other processes have written; return the current view, and the entries changed since the last call."""
+        """Read new rows of other processes; return the current view, and the entries changed since the last call."""
         with self._lock:
             view = self.view()
             changes, subscription.changes = subscription.changes, {}
             return view, changes
 
     def beat(self) -> None:
-        """Send a heartbeat. Other processes do not wait for one that sends none for some time."""
+        """Send a heartbeat. Other processes do not wait for a process without heartbeats."""
         with self._lock:
             self._open().beat()
 
     def poll(self) -> None:
-        """Read what other processes have written, and call the watchers if there was something since the last call."""
+        """Read new rows of other processes, and call the watchers if there were any since the last call."""
         with self._lock:
             self._look()
             # Rows may have been read by a view, a write or another broker.
@@ -389,14 +374,9 @@ class Ledger:
         self._call_watchers()
 
     def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
-        """Write changes if no reservation was added, and none of the entries was changed, since a view was made; else none.
+        """Write changes and return `True`, if no reservation was added and none of the entries changed since `version`.
 
-        Args:
-            version: Of the view on which they were decided.
-            changes: What to write. The owner is set here.
-
-        Returns:
-            Whether they were written.
+        `version` is that of the view on which the changes were decided. The owner of new entries is set here.
         """
         with self._lock:
             if self._promised > version or any(
@@ -406,7 +386,7 @@ class Ledger:
             return self._write(changes, lambda row: row.promises or row.request_id in changes)
 
     def attach(self, request_id: str, pid: int) -> None:
-        """Set which process holds what a request has reserved; it replaces one that was set before."""
+        """Set the process that uses a request's reservation, in place of an earlier one."""
         with self._lock:
             self._change(request_id, pid=pid, namespace=self._open().namespace)
 
@@ -431,41 +411,28 @@ class Ledger:
             self._change(request_id, running=True)
 
     def hold_back(self, request_id: str, away: bool, shared: bool = False) -> None:
-        """Ask that the memory of a request's process goes to the host, or comes back; its own flow does it.
+        """Ask the flow of a request to suspend its process (`away`) or to resume it.
 
-        Args:
-            request_id: Of the request.
-            away: Whether it goes.
-            shared: Whether other requests may get what it frees.
+        `shared`: other requests may get the memory that a suspension frees.
         """
 
         def ask(entry: Entry) -> Entry:
             if not entry.runs:
                 return entry
-            # An earlier refusal is no answer to this.
+            # This request needs a new answer: an earlier refusal is removed.
             told = "" if entry.suspension.startswith(REFUSED) else entry.suspension
             return replace(entry, held_back=away, shared=shared, suspension=told)
 
         self.rewrite(request_id, ask)
 
     def set_suspension(self, request_id: str, state: str, **fields: object) -> None:
-        """Set how far the suspension of a request's process is; see `Entry.suspension`.
-
-        Args:
-            request_id: Of the request.
-            state: As text for a person.
-            fields: Further fields of the entry, by name.
-        """
+        """Set `Entry.suspension` to `state`, text for people, and further fields of the entry by name."""
         with self._lock:
             self._change(request_id, suspension=state, **fields)
         self._call_watchers()
 
     def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> bool:
-        """Replace the entry of a request, if it is there, by what a function makes of it; it reserves no more than before.
-
-        Returns:
-            Whether it is another one now.
-        """
+        """Replace a request's entry by the result of a function, which reserves no more; return whether it has changed."""
         with self._lock:
             while True:
                 entry = self._entries.get(request_id)
@@ -477,7 +444,7 @@ class Ledger:
         return True
 
     def announce(self) -> None:
-        """Call the watchers of this process: entries of its other brokers were changed."""
+        """Call the watchers of this process: entries of its other brokers have changed."""
         self._call_watchers()
 
     def running(self) -> dict[str, Entry]:
@@ -522,7 +489,7 @@ class Ledger:
         return self._store
 
     def _look(self) -> Store:
-        """Read what other processes have written, and which of them send no heartbeats."""
+        """Read new rows of other processes, and which of them send no heartbeats."""
         if self.problem and self._now() >= self._again_s:
             self._share_again()
         if self._open().changed():
@@ -535,8 +502,8 @@ class Ledger:
         return store
 
     def _share_nothing(self, error: StoreError) -> None:
-        """Replace the store by one of this process alone."""
-        # A store that was closed: this process exits.
+        """Replace the store by a `MemoryStore`, which shares nothing."""
+        # A closed store: this process exits.
         if not self._warned and (self._store is None or not self._store.closed):
             self._warned = True
             logger.warning("GPU tasks of other processes are not seen from now on: %s", error)
@@ -547,7 +514,7 @@ class Ledger:
         self._write(mine, lambda row: False)
 
     def _share_again(self) -> None:
-        """Try to use a store again that could not be used before."""
+        """Try again to use a store that could not be used before."""
         self._again_s = self._now() + AGAIN_S
         if self._opened > MOST_OPENED:
             return
@@ -565,7 +532,7 @@ class Ledger:
             logger.warning("GPU tasks of other processes are seen again")
 
     def _open_anew(self, error: StoreReplacedError) -> None:
-        """Open the store again that other processes use now, and write the entries of this process to it."""
+        """Open the replacement of the store's files, and write the entries of this process to it."""
         self._opened += 1
         if self._opened > MOST_OPENED:
             self._share_nothing(error)
@@ -576,7 +543,7 @@ class Ledger:
     def _write_all(self, mine: Mapping[str, Entry]) -> None:
         """Write the entries of this process to a store that does not have them."""
         while True:
-            # After a failure it is another store.
+            # After a failure the store is another one.
             namespace = self._open().namespace
             changes = {i: replace(entry, namespace=namespace) for i, entry in mine.items()}
             if self._write(changes, lambda row: False):
@@ -624,7 +591,7 @@ class Ledger:
                 break
 
     def _write(self, changes: Changes, conflicts: Callable[[Row], bool]) -> bool:
-        """Write changes; return whether none of the rows that others have written meanwhile conflicts."""
+        """Write changes; return whether no row that others have written meanwhile conflicts."""
         store = self._open()
         rows = [
             Row(
@@ -644,7 +611,7 @@ class Ledger:
             self._open_anew(error)
             return False
         except StoreError as error:
-            # The reservations of other processes are no longer known, so the decision must be made again.
+            # The reservations of other processes are unknown now, so the decision must be made again.
             self._share_nothing(error)
             return False
         if written.number is None:
@@ -655,14 +622,14 @@ class Ledger:
         return True
 
     def _has_changed(self, request_id: str, entry: Entry, version: int) -> bool:
-        """Return whether an entry that is to be replaced was changed after a version, or removed."""
+        """Return whether an entry was changed after a version, or removed."""
         if request_id in self._entries:
             return self._changed[request_id] > version
-        # A new one has no owner yet.
+        # A new entry has no owner yet.
         return bool(entry.owner)
 
     def _promises(self, request_id: str, entry: Entry) -> bool:
-        """Return whether an entry reserves memory of a device of which its request has none."""
+        """Return whether an entry reserves memory on a device where its request had none."""
         before = self._holding.get(request_id)
         held = {r.device_key for r in before.reservations} if before is not None else set()
         return any(r.device_key not in held for r in entry.reservations)
@@ -728,7 +695,7 @@ class Ledger:
                 self._by_device[key] = tuple(left)
 
     def _count(self, entry: Entry | None, sign: int) -> None:
-        """Add an entry to what processes need of their machines, or take it from that."""
+        """Add an entry to the needs of its machine (`sign` 1), or subtract it (-1)."""
         if entry is None or not entry.reservations:
             return
         key = entry.reservations[0].device_key
@@ -775,7 +742,7 @@ class Ledger:
             try:
                 call()
             except Exception:
-                # A broker may fail to start a thread. The others must be called all the same.
+                # A broker may fail to start a thread; the others must still be called.
                 logger.exception(
                     "a broker of GPU devices could not take that the ledger has changed"
                 )

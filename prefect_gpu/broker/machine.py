@@ -1,11 +1,11 @@
-"""The machine: what happened goes in, what is to be done comes out.
+"""The state machine of a broker: events go in, commands come out.
 
     Submitted ─▶ waiting ─▶ placed ─▶ (its process runs) ─▶ Ended ─▶ its memory is back ─▶ gone
-                    ▲          │ suspended, and its device is another request's
-                    └──────────┘ (parked instead, while a person keeps it away)
+                    ▲          │ suspended, and another request has its device
+                    └──────────┘ (parked instead, while a person keeps it suspended)
 
-`Machine.handle` takes one event and returns commands. It is the only method that changes what is known. It knows no
-thread, lock, clock, file or log: `broker` feeds it and carries out its commands.
+`Machine.handle` takes one event and returns commands. Only this method changes the state. It uses no thread, lock, clock,
+file or log: `broker` feeds it and carries out its commands.
 """
 
 from __future__ import annotations
@@ -28,47 +28,39 @@ from prefect_gpu.scheduling.model import Device, Reading, Request, Reservation
 from prefect_gpu.scheduling.preemption import aged_priority
 from prefect_gpu.units import MIB
 
-#: Step in bytes in which the memory of a process is written to the ledger, for flows in other containers.
+#: Steps in bytes in which the memory of a process is written to the ledger, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
 
 
 class Machine:
-    """What one flow process knows of one machine's devices and requests, and what it decides.
+    """Devices and requests of one machine as one flow process knows them, and its decisions.
 
-    Args:
-        settings: What stays the same.
-        devices: All devices, before the first reading.
-        ledger: The ledger.
+    `devices` are all devices before the first reading.
     """
 
     def __init__(
         self, settings: MachineSettings, devices: tuple[Device, ...], ledger: LedgerView
     ) -> None:
         self._settings = settings
-        #: What is known. To be read by all, and changed by `handle` alone.
+        #: State that all may read, and only `handle` changes.
         self.known = MachineState(settings, devices, ledger)
-        #: Why the devices will never answer again; empty: they may.
+        #: Why the devices are lost for good; empty: they are not.
         self.lost = ""
         #: Something has changed that may let a request start.
         self.dirty = False
-        #: Whether someone wants readings although no request needs them.
+        #: Whether a watcher wants readings although no request needs them.
         self.watched = False
         #: The reservations that `_note_neighbours` has seen.
         self._noted: dict[object, tuple[Reservation, ...]] = {}
         #: A reading was requested for a pass, and has not arrived.
         self._wants_reading = False
-        #: A pass was put off until a reading comes that began at these monotonic seconds or later; `None`: none was.
+        #: A pass waits for a reading that began at these monotonic seconds or later; `None`: none does.
         self._read_after_s: float | None = None
         self._commands: list[events.Command] = []
         self._now_s = 0.0
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
-        """Take an event, and return what is to be done, in order.
-
-        Args:
-            event: What happened.
-            now_s: Monotonic seconds.
-        """
+        """Handle an event at `now_s` (monotonic seconds), and return commands in order."""
         self._now_s = now_s
         match event:
             case events.Submitted(ticket):
@@ -89,7 +81,7 @@ class Machine:
             case events.Ended(ticket):
                 self._end(ticket)
             case events.MovingOut(ticket):
-                # It may not be wanted any more: then it is asked back.
+                # If the suspension is not wanted any more, the process is told to resume.
                 ticket.held_back = True
                 self.dirty = True
             case events.NotMoved(ticket, refused):
@@ -105,7 +97,7 @@ class Machine:
                 self._take_rows(ledger, changes)
             case events.LedgerChanged():
                 if self.known.waiting:
-                    # The last reading may show the memory of a process that was just released elsewhere.
+                    # The last reading may show memory of a process that was just released elsewhere.
                     self._do(events.ReadDevices())
                 self.dirty = True
             case events.Waits(since_s):
@@ -123,7 +115,7 @@ class Machine:
                     self._plan()
             case _:
                 assert_never(event)
-        # After an error: with the commands of the event before it.
+        # After an error: with the commands of the earlier event.
         commands, self._commands = self._commands, []
         return commands
 
@@ -146,7 +138,7 @@ class Machine:
         if self.known.remove(ticket.request) is None:
             self._end(ticket)
             return
-        # It may have blocked others.
+        # The withdrawn request may have blocked others.
         self._do(events.Release(ticket.request.id))
         self.dirty = True
 
@@ -159,7 +151,7 @@ class Machine:
             self._do(events.Decide(ticket, error=error))
             self._do(events.Release(request.id))
             return
-        # A suspended process. It waits for its end.
+        # A suspended process: parked until its end.
         self.known.parked[request.id] = ticket
         self._do(events.TellNoReturn(ticket, error))
 
@@ -180,14 +172,14 @@ class Machine:
         self.dirty = True
 
     def _learn(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Count a probe at what its task needs. On a cluster the node would refuse what is started beside it."""
+        """Count a probe at its task's need, except on a cluster, where the node would refuse tasks beside it."""
         placement = ticket.placement
         if placement is None or self._settings.remote:
             return
-        # So little may not be enough to come back to.
+        # The learned budget may be too little to resume with, so the probe is not suspended any more.
         ticket.may_leave = False
         if ticket.held_back or ticket.away_s is not None:
-            # One that is suspended, or about to be, comes back to what it had.
+            # A process that is suspended, or about to be, resumes with its old reservation.
             ticket.learned = budgets
             return
         names = {device.key: device.name for device in placement.devices}
@@ -260,7 +252,7 @@ class Machine:
             self._do(events.Release(ticket.request.id, ticket, ticket.missing_bytes))
 
     def _make_probes_leave(self) -> None:
-        """End or suspend own probes for the others on their devices, if a reading has shown that one must leave."""
+        """End or suspend own probes that must leave their devices by the last reading."""
         known = self.known
         fixed = {i for i, ticket in known.placed.items() if not ticket.may_leave}
         asked = False
@@ -276,7 +268,7 @@ class Machine:
                 self._do(events.TellShort(probe, device))
 
     def _note_neighbours(self, devices: Sequence[Device]) -> None:
-        """Note which tasks share a device. Devices without new reservations since the last call are skipped."""
+        """Note the tasks that share a device. Devices without new reservations since the last call are skipped."""
         known = self.known
         for device in devices:
             held = known.ledger.by_device.get(device.key, ())
@@ -293,7 +285,7 @@ class Machine:
                     ticket.add_neighbour(name)
 
     def _write_held_bytes(self) -> None:
-        """Write what its own processes hold to the ledger, where others cannot identify them by process id."""
+        """Write memory of own processes to the ledger, where others cannot identify them by process id."""
         known = self.known
         if all(device.attributed for device in known.devices) and not known.ledger.held_bytes:
             return
@@ -332,13 +324,13 @@ class Machine:
                 known.take_elsewhere(request_id, entry)
 
     def _take_suspended(self, ticket: Ticket, entry: Entry) -> None:
-        """Note that a suspended process has no device: it waits for room to come back to, unless a person holds it back."""
+        """Note that a suspended process has no device: it waits to resume, or is parked if a person holds it back."""
         known, request_id = self.known, entry.request.id
         if ticket.away_s is None:
             ticket.away_s = self._now_s
             if ticket.priority is None:
                 ticket.priority = entry.request.priority
-            # It is asked back once it has a device.
+            # It is told to resume once it has a device.
             ticket.held_back = True
         known.placed.pop(request_id, None)
         known.parked.pop(request_id, None)
@@ -373,23 +365,21 @@ class Machine:
         self._sample()
 
     def _sample(self) -> None:
-        """Have the devices read at intervals while anything depends on it."""
+        """Have the devices read at intervals while anything depends on readings."""
         known = self.known
         follows = known.waiting or known.placed or known.parked or known.recovery.ending
         self._do(events.SampleDevices(active=bool(follows or self.watched)))
 
     def _want_reading(self) -> None:
-        """Ask for a reading to make a pass on, if that was not done since the last one came."""
+        """Ask for a reading for a pass, unless one is already requested."""
         if not self._wants_reading:
             self._do(events.ReadDevices())
             self._wants_reading = True
 
     def _is_outdated(self, reading: Reading) -> bool:
-        """Return whether a reading may show memory as taken that another process has given up since.
-
-        A pass on it would give the rest of a device to a small request, although the large one before it fits. A reading
-        that began after the release that put the pass off is good enough: others may give up memory all the time.
-        """
+        """Return whether a reading may show memory as taken that another process has released since."""
+        # A pass on it would give the rest of a device to a small request, although the large one before it fits. A
+        # reading that began after the release which put the pass off is enough: others release memory all the time.
         freed_s = self.known.ledger.freed_s
         if self._read_after_s is None and reading.at_s < freed_s:
             self._read_after_s = freed_s
@@ -408,7 +398,7 @@ class Machine:
             self._carry_out(plan)
 
     def _carry_out(self, plan: Plan) -> None:
-        """Note what was decided, once it is in the ledger."""
+        """Apply a plan, once it is in the ledger."""
         known = self.known
         reading = known.view.reading
         assert reading is not None
@@ -438,10 +428,10 @@ class Machine:
         self._sample()
 
     def _ask_for_memory(self) -> None:
-        """Pass on whose memory is wanted on the host, by a person or for another request, and whose may come back."""
+        """Tell tickets to suspend their processes, for a person or another request, or to resume them."""
         known = self.known
         if self._settings.remote:
-            # There may be tens of thousands, and no task of a cluster is suspended.
+            # There may be tens of thousands of tickets, and no task of a cluster is suspended.
             return
         for request_id, ticket in known.placed.items():
             entry = known.entries.get(request_id)
@@ -456,7 +446,7 @@ class Machine:
         if entry.suspended_for:
             asker = known.entries.get(entry.suspended_for)
             if asker is None or asker.reservations or asker.owner in known.ledger.silent:
-                # It waits no longer, has found another device, or its flow was stopped.
+                # The asker waits no longer, has found another device, or its flow was stopped.
                 self._do(events.Rewrite(request_id, withdraw))
                 return
             ticket.held_back_for = f"task {asker.request.task_name!r}"
@@ -464,7 +454,7 @@ class Machine:
             ticket.held_back_for = BY_HAND
             if entry.shared and entry.away:
                 if not ticket.held_back:
-                    # It is on its way back.
+                    # The process is resuming.
                     self._hold_back(ticket, True)
                 self._leave_device(request_id, share)
                 return
@@ -474,7 +464,7 @@ class Machine:
                 self._leave_device(request_id, leave)
                 return
         away = entry.held_back or entry.leaves or bool(entry.suspended_for)
-        # One that has just left its device comes back once it has a device again.
+        # A process that has just left its device resumes once it has a device again.
         if (away or entry.reservations) and away != ticket.held_back:
             self._hold_back(ticket, away)
 
@@ -483,12 +473,12 @@ class Machine:
         self._do(events.TellHeldBack(ticket, away))
 
     def _leave_device(self, request_id: str, how: Callable[..., Entry]) -> None:
-        """Put the request of a suspended process into the queue again, by `preempting.share` or `preempting.leave`."""
+        """Put the request of a suspended process back into the queue, by `preempting.share` or `preempting.leave`."""
         change = partial(how, devices=self.known.devices_by_key, now_s=self._now_s)
         self._do(events.Rewrite(request_id, change))
 
     def _age(self, ticket: Ticket, away_s: float) -> None:
-        """Raise the priority of a suspended process that has waited long for room."""
+        """Raise the priority of a suspended process that has waited long to resume."""
         assert ticket.priority is not None
         queue = self.known.queue
         priority = aged_priority(replace(ticket.request, priority=ticket.priority), away_s)

@@ -1,8 +1,7 @@
-"""What one flow process knows of the devices of a machine and of the requests for them.
+"""Devices of a machine and requests for them, as one flow process knows them.
 
-`machine` changes it, event by event; `planning` decides on it. It covers the own requests by their phase, those of other
-flows, the ledger as last read, and what follows from these: the state of each device, and what the machine's own memory
-has left. Pure.
+`machine` changes the state, event by event; `planning` decides on it. It has own requests by phase, requests of other
+flows and the ledger as last read, from which it computes device states and the host resources left. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from prefect_gpu.scheduling.scheduling_pass import ClusterState, HostState, Requ
 
 @dataclass(frozen=True, slots=True)
 class MachineSettings:
-    """What stays the same for the life of a machine; see `Broker`."""
+    """Constants of a machine; see `Broker`."""
 
     kind: DeviceKind
     style: PlacementStyle
@@ -44,63 +43,56 @@ class MachineSettings:
     ancestors: tuple[str, ...]
     #: The devices are those of a cluster's nodes, whose own brokers know the processes there.
     remote: bool
-    #: Of this process.
+    #: Process id of this process.
     own_pid: int
     #: Number of the broker in this process, for the ledger.
     broker: int
 
 
 class MachineState:
-    """Requests, devices and the ledger, as known now.
-
-    Args:
-        settings: What stays the same.
-        devices: All devices, before the first reading.
-        ledger: The ledger.
-    """
+    """Current requests, devices and ledger. `devices` are all devices before the first reading."""
 
     def __init__(
         self, settings: MachineSettings, devices: tuple[Device, ...], ledger: LedgerView
     ) -> None:
         self.settings = settings
-        #: The waiting requests of this broker, and those of other brokers for the same devices.
+        #: Waiting requests of this broker, and of other brokers for the same devices.
         self.queue = RequestQueue()
-        # Own requests by id; each is in one of these.
+        # Own requests by id; each is in one of these mappings.
         self.waiting: dict[str, Ticket] = {}
         self.placed: dict[str, Ticket] = {}
-        #: Suspended ones that have no device and do not ask for one.
+        #: Suspended requests without a device that do not ask for one.
         self.parked: dict[str, Ticket] = {}
         #: Own requests that are not in the ledger yet.
         self.unwritten: dict[str, Request] = {}
         #: By request id: requests of other brokers in the queue.
         self.elsewhere: dict[str, Request] = {}
-        #: By origin: the limit of processes of another broker, and the monotonic time in seconds since which its
-        #: requests seem to fit and do not start.
+        #: By origin: process limit of another broker, and monotonic seconds since when its requests seem to fit and do
+        #: not start.
         self.most_processes: dict[str, int] = {}
         self.passive_s: dict[str, float] = {}
         #: Own requests whose process has ended.
         self.recovery = RecoveryWatch()
-        #: The ledger as last read: its reservations, all its entries, and those of tasks that have devices or are suspended.
+        #: The ledger as last read, all its entries, and the entries of tasks with devices or suspended.
         self.ledger = ledger
         self.entries: dict[str, Entry] = {}
         self.running: dict[str, Entry] = {}
         self.view = DeviceView(
             devices, settings.kind, settings.headroom_bytes, settings.around, settings.own_pid
         )
-        #: The request that is about to be refused as hopeless, and the time of the reading that first showed it.
+        #: Request about to be refused as hopeless, and the time of the reading that first showed it.
         self.hopeless: tuple[str, float] | None = None
-        #: Monotonic seconds since when the body of the task around this process waits for tasks that it has submitted;
-        #: `None`: it does not wait.
+        #: Monotonic seconds since when the task around this process waits for tasks that it submitted; `None`: it runs.
         self.waits_since_s: float | None = None
         self.set_devices(devices)
 
     def set_devices(self, devices: tuple[Device, ...]) -> None:
-        """Use other devices from now on."""
-        #: Devices that tasks may be placed on: those of the last good reading.
+        """Replace the devices."""
+        #: Devices of the last good reading, on which tasks may be placed.
         self.devices = devices
-        #: The node of each.
+        #: Node by device.
         self.node_of = {device.key: device.host for device in devices}
-        #: Their keys, which the entries of all requests for any device share.
+        #: Keys of the devices, which the entries of all requests for any device share.
         self.device_keys: tuple[DeviceKey, ...] = tuple(self.node_of)
 
     @property
@@ -109,11 +101,11 @@ class MachineState:
         return {device.key: device for device in self.devices}
 
     def states(self, ledger: LedgerView | None = None) -> list[DeviceState]:
-        """Return what each device has free at the last reading, less the reservations (`None`: those of now)."""
+        """Return the device states at the last reading, less the reservations of a ledger (`None`: the current one)."""
         return self.view.states(ledger or self.ledger, self.placed, self.recovery.ending)
 
     def host_state(self, reading: Reading) -> HostState | ClusterState:
-        """Return what the machine, or each node of a cluster, has left for processes."""
+        """Return the resources left for processes of the machine, or of each node of a cluster."""
         most = self.settings.max_processes
         if not reading.nodes:
             return HostState(
@@ -142,7 +134,7 @@ class MachineState:
         return ClusterState(nodes, len(self.placed), most)
 
     def entry_of(self, request: Request) -> Entry:
-        """Return the ledger's entry of an own request that is not in it yet."""
+        """Return the ledger's entry of an own request that is not in the ledger yet."""
         keys, named = self.device_keys, tuple[str, ...]()
         if request.devices or request.nodes:
             states = [DeviceState(DeviceSnapshot(each, 0.0, 0), 0, 0, 0) for each in self.devices]
@@ -160,11 +152,7 @@ class MachineState:
     # The queue.
 
     def take_entries(self, changes: Mapping[str, Entry | None]) -> dict[str, Entry | None]:
-        """Note changes of the ledger's entries.
-
-        Returns:
-            Those of requests that wait now (an entry) or waited before (`None`).
-        """
+        """Apply changes of entries; return those of requests that wait now, or waited before (`None`)."""
         of_queue: dict[str, Entry | None] = {}
         for request_id, entry in changes.items():
             before = self.entries.pop(request_id, None)
@@ -180,7 +168,7 @@ class MachineState:
         return of_queue
 
     def take_elsewhere(self, request_id: str, entry: Entry | None) -> None:
-        """Note that a request of another broker waits now; `None`: it waits no longer."""
+        """Note that a request of another broker waits; `None`: it waits no longer."""
         known = self.elsewhere.pop(request_id, None)
         if known is not None:
             self.queue.remove(known)
@@ -194,14 +182,14 @@ class MachineState:
             self.most_processes[request.origin] = entry.max_processes
 
     def take_status(self, entry: Entry) -> None:
-        """Note how often a request was passed, and which devices are kept for it."""
+        """Note how often a request was passed, and its kept devices."""
         if entry.status != BlockedStatus():
             self.queue.statuses[entry.request.id] = entry.status
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
-        """Return another broker's request, restricted to the devices of this one; `None`: it uses none of them."""
+        """Return another broker's request, restricted to own devices; `None`: it uses none of them."""
         if entry.held_back:
-            # A suspended process that does not ask for room.
+            # A suspended process that does not ask to resume.
             return None
         usable = set(entry.devices)
         shared = [device.uuid for device in self.devices if device.key in usable]
@@ -226,7 +214,7 @@ class MachineState:
         return ticket
 
     def reserved_around(self, states: Iterable[DeviceState]) -> list[Reservation]:
-        """Return what the GPU tasks around this process have reserved."""
+        """Return the reservations of the GPU tasks around this process."""
         around = self.settings.ancestors
         if not around:
             return []

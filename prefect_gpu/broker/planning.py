@@ -1,7 +1,7 @@
-"""One pass over the queue: which requests are placed, which are refused, and which tasks are suspended for others.
+"""One pass over the queue: requests to place or refuse, and tasks to suspend for others.
 
-`make_plan` decides on what a `MachineState` knows; what it returns is to be written into the ledger, all or nothing. The
-rules are those of `scheduling`. Pure.
+`make_plan` decides on a `MachineState` by the rules of `scheduling`; its plan is to be written into the ledger, all or
+nothing. Pure.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ from prefect_gpu.scheduling.scheduling_pass import (
     decide,
 )
 
-#: Seconds after which requests of another broker count as blocked although they seem to fit. That broker may have
-#: limits that are not known here.
+#: Seconds after which requests of another broker count as blocked although they seem to fit: it may have unknown limits.
 PASSIVE_S = 2.0
 
-#: Seconds for which a task that was placed on a node counts as taking a ready standby there. After that the node's own
-#: number is without it: the task has been sent there, and a reading has come.
+#: Seconds for which a placed task counts as taking a ready standby on its node. After that the node's own number is
+#: without it: the task has been sent there, and a reading has come.
 STANDBY_TAKEN_S = 1.0
 
-#: Waiting requests that are looked at in one pass to suspend others for them.
+#: Most waiting requests in one pass for which tasks may be suspended.
 MOST_BLOCKED = 32
 
-#: Seconds for which a request must be hopeless before it is refused: processes that have just ended give up memory, and
-#: other flows write what they do.
+#: Seconds for which a request must be hopeless before it is refused: ended processes still release memory, and other
+#: flows still write to the ledger.
 HOPELESS_S = 1.0
 
 #: Own requests that a pass places.
@@ -49,31 +48,28 @@ Made: TypeAlias = tuple[tuple[Request, Placement], ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one pass decides."""
+    """Decisions of one pass."""
 
-    #: Version of the ledger on which it was decided.
+    #: Version of the ledger on which they were made.
     version: int
-    #: What is written into the ledger, by request id.
+    #: Entries to write into the ledger, by request id.
     changes: Mapping[str, Entry]
     made: Made
     refusals: tuple[tuple[Request, PlacementError], ...]
-    #: What has happened to blocked requests, by id.
+    #: New statuses of blocked requests, by id.
     statuses: Mapping[str, BlockedStatus]
-    #: `changes` has entries of running tasks, of which other brokers of this process are to hear.
+    #: `changes` has entries of running tasks, which other brokers of this process must learn.
     suspends: bool
-    #: Another pass is needed once this one is written.
+    #: Another pass is needed once this plan is written.
     again: bool
-    #: By device: bytes that others' processes hold there.
+    #: By device: bytes of other people's processes.
     foreign_bytes: Mapping[DeviceKey, int]
 
 
 def make_plan(known: MachineState, reading: Reading, now_s: float) -> Plan:
-    """Return what one pass decides.
+    """Return the decisions of one pass on a good last reading.
 
-    Args:
-        known: What is known. It takes note of requests of other brokers that should start, and of hopeless ones.
-        reading: The last one, without an error.
-        now_s: Monotonic seconds.
+    It notes in `known` requests of other brokers that should start, and hopeless ones.
     """
     states, host = known.states(), known.host_state(reading)
     decisions = _decide(known, reading, states, host, now_s)
@@ -136,10 +132,7 @@ def _board(
 
 
 def _process_slots(known: MachineState, passive: Collection[str], now_s: float) -> dict[str, int]:
-    """Return how many processes each other broker may start.
-
-    A broker whose process sends no heartbeats may start none, nor one that was passive for too long.
-    """
+    """Return how many processes each other broker may start: none if it is silent, or was passive for too long."""
     most_s = known.settings.patience.wait_s
     return {
         origin: 0
@@ -153,12 +146,12 @@ def _process_slots(known: MachineState, passive: Collection[str], now_s: float) 
 def _ready_standbys(
     known: MachineState, reading: Reading, now_s: float
 ) -> Mapping[str, Mapping[str, int]]:
-    """Return how many standbys of the nodes of a cluster wait for a task, by kind and node."""
+    """Return the number of standbys that wait for a task in a cluster, by kind and node."""
     ready: dict[str, Counter[str]] = {}
     for name, node in reading.nodes.items():
         for kind, count in node.standbys.items():
             ready.setdefault(kind, Counter())[name] = count
-    # The last to be placed first.
+    # The newest placement first.
     for ticket in reversed(known.placed.values()) if ready else ():
         if ticket.placed_s < now_s - STANDBY_TAKEN_S:
             break
@@ -175,10 +168,10 @@ def _rescue(
     host: HostState | ClusterState,
     now_s: float,
 ) -> Decisions:
-    """Decide about requests that wait for memory of tasks that wait for them; see `nested`."""
+    """Decide on requests that wait for memory of tasks that wait for them; see `nested`."""
     settings, since_s = known.settings, known.waits_since_s
     if since_s is None or reading.at_s < since_s or host.full:
-        # An older reading does not show what the task around this process holds now.
+        # An older reading does not show the current memory of the task around this process.
         return decisions
     holders = {i: Holder(e.request.ancestors, e.waits) for i, e in known.running.items()}
     for at, request_id in enumerate(settings.ancestors):
@@ -188,7 +181,7 @@ def _rescue(
     decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
     waiting = [r for r in known.queue if r.ancestors and r.id not in decided]
     if not all(holder.waits for holder in holders.values()):
-        # What runs may give up memory of the machine.
+        # Running tasks may release own memory of the machine.
         waiting = [r for r in waiting if r.origin or not host.refuses(r, "")]
     scene = Scene(board.states, holders, known.view.measured)
     found = rescue(waiting, scene, settings.style, settings.max_tasks_per_device, now_s)
@@ -211,12 +204,8 @@ def _preempt(
     host: HostState | ClusterState,
     now_s: float,
 ) -> tuple[Mapping[str, Entry], Made, bool]:
-    """Decide which running tasks are suspended for requests that must wait.
-
-    Returns:
-        What is written about those tasks; what is placed with the requests for which they have left their devices; and
-        whether another pass is needed to place those.
-    """
+    """Return entries of tasks to suspend for waiting requests, all placements, and whether another pass is needed."""
+    # The placements include requests for which tasks have left their devices; another pass may place more of them.
     settings = known.settings
     hosts = (
         dict.fromkeys(known.node_of.values(), host) if isinstance(host, HostState) else host.nodes
@@ -227,7 +216,7 @@ def _preempt(
         for r in known.queue
         if r.id not in decided and not all(each.refuses(r) for each in hosts.values())
     )
-    # What runs this process waits for it, and memory that was lent is not free for others.
+    # The tasks around this process wait for it, and lent memory is not free for others.
     entries = {
         i: e
         for i, e in known.running.items()
@@ -254,7 +243,7 @@ def _preempt(
     )
     changes = dict(found.changes)
     if decisions.placements:
-        # What is free where they have left is seen once these are written.
+        # The memory that they have left is known once these placements are written.
         return changes, made, bool(found.ready and made)
     for plan, left in found.ready[:1]:
         gone = {
@@ -275,7 +264,7 @@ def _preempt(
 def _changes(
     known: MachineState, decisions: Decisions, made: Made, now_s: float
 ) -> dict[str, Entry]:
-    """Return what a pass writes: new waiting requests, changed statuses of blocked ones, reservations."""
+    """Return the entries that a pass writes: new waiting requests, changed statuses of blocked ones, reservations."""
     changes: dict[str, Entry] = {}
     refused = {request.id for request, _ in decisions.refusals}
     for request_id, request in known.unwritten.items():
@@ -293,7 +282,7 @@ def _changes(
         entry = entry or known.entry_of(request)
         keys = [reservation.device_key for reservation in placement.reservations]
         if entry.devices is not known.device_keys and not set(keys) <= set(entry.devices):
-            # They came after the request.
+            # The devices came after the request.
             entry = replace(entry, devices=tuple(dict.fromkeys((*entry.devices, *keys))))
         changes[request.id] = replace(
             entry, reservations=placement.reservations, placed_s=entry.placed_s or now_s

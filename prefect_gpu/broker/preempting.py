@@ -1,11 +1,10 @@
-"""What a pass writes into the ledger about tasks that are suspended for others.
+"""Ledger entries of tasks that are suspended for others.
 
-    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ its device is released ─▶ comes back through the queue
+    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ its device is released ─▶ returns through the queue
 
 A task that is asked keeps its reservation until all tasks that are suspended for the same request are away. Then one
-write gives the devices to that request, so no other request can take them, and none of the tasks comes back too early.
-Which tasks are suspended is decided in `scheduling.preemption`, anew in each pass. What was asked of a task that is in no
-plan any more is withdrawn.
+write gives the devices to that request, so no other request can take them, and none of the tasks returns too early.
+`scheduling.preemption` chooses the tasks anew in each pass; a task in no plan any more is no longer asked.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Device, DeviceKey, Request
 from prefect_gpu.scheduling.preemption import Plan, Running, plan
 
-#: Major version of the driver from which a process can come back on another device.
+#: Major version of the driver from which a process can resume on another device.
 MOVES_DRIVER = 580
 
-#: Most GPUs of a machine on which a process comes back on another device. With more it was not tried (driver 580.159.04), and a
+#: Most GPUs of a machine on which a process resumes on another device. More were not tried (driver 580.159.04), and a
 #: restore that the driver refuses loses the process.
 MOST_GPUS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """What is to be written about tasks that are suspended for others."""
+    """Entries to write about tasks that are suspended for others."""
 
     #: Entries by request id.
     changes: Mapping[str, Entry]
-    #: Plans of own requests whose tasks are all away: the request can be placed there, and the entries of those tasks
-    #: without their devices.
+    #: Plans of own requests whose tasks are all away, so that the request can be placed, each with the entries of these
+    #: tasks without their devices.
     ready: Sequence[tuple[Plan, Mapping[str, Entry]]]
 
 
@@ -50,19 +49,18 @@ def preempt(
     silent: Collection[str] = (),
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> Preemption:
-    """Return what becomes of the running tasks for the requests that wait.
+    """Return the changes to running tasks for waiting requests.
 
     Args:
-        blocked: Waiting requests of all brokers in the order of the queue. Those without an origin are the own ones.
-            The first ones, without those that something else than devices keeps from their start.
-        waiting: Ids of all own requests that wait.
-        entries: Of all tasks that have devices, by request id.
+        blocked: The first waiting requests of all brokers in queue order that only lack devices; own ones have no origin.
+        waiting: Ids of all own waiting requests.
+        entries: Entries of all tasks that have devices, by request id.
         states: The devices, after the placements of the pass.
-        measured_bytes: Returns what the process of a request holds of a device.
+        measured_bytes: Returns the bytes that the process of a request holds on a device.
         host_room_bytes: Bytes of each machine's own memory that can be filled, by `Device.host`.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        silent: Owners that send no heartbeats: what they own is not suspended.
+        silent: Owners without heartbeats, whose tasks are not suspended.
         refuses: Returns whether no process may start for a request on a node now.
     """
     devices = {state.device.key: state.device for state in states}
@@ -97,26 +95,21 @@ def preempt(
         asker = plans.get(entry.suspended_for)
         if entry.suspended_for not in waiting or (asker and request_id in asker.suspended):
             continue
-        # A device that does not answer for a moment is in no plan, which is no reason to bring a task back to it.
+        # A device that does not answer for a moment is in no plan, which is no reason to resume a task on it.
         if not any(each.device_key in quiet for each in entry.reservations):
             changes[request_id] = withdraw(entry)
     return Preemption(changes, ready)
 
 
 def withdraw(entry: Entry) -> Entry:
-    """Return the entry of a task that is not to be suspended for another request any more."""
+    """Return the entry of a task that is no longer to be suspended for another request."""
     return replace(entry, suspended_for="")
 
 
 def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a task that a person has suspended: if others may have its device, its request waits for room.
+    """Return the entry of a task that a person has suspended: if others may have its one device, its request waits.
 
-    It keeps its device where that is not there: no other device is known that it could come back on.
-
-    Args:
-        entry: Of the task, which has one device.
-        devices: Those that are there.
-        now_s: Monotonic seconds.
+    It keeps its device where that is missing from `devices`: no other device is known on which it could resume.
     """
     if not (entry.held_back and entry.shared and entry.away and entry.reservations):
         return entry
@@ -125,21 +118,16 @@ def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> En
 
 
 def ask_to_leave(entry: Entry) -> Entry:
-    """Return the entry of a first run, which has one device, whose memory is wanted on the host for those beside it."""
+    """Return the entry of a first run with one device that is to be suspended for the first runs beside it."""
     if entry.away or entry.suspended_for or entry.held_back or entry.pid is None:
         return entry
     return replace(entry, leaves=True)
 
 
 def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a first run that has left its device to those beside it: its request waits for room.
+    """Return the entry of a suspended first run that leaves its one device to others: its request waits to resume.
 
-    It asks for its cap, to which its framework keeps, as a task with a budget does. So others cannot take its room again.
-
-    Args:
-        entry: Of the task, which has one device.
-        devices: Those that are there.
-        now_s: Monotonic seconds.
+    It asks for its cap, which its framework respects, as a task with a budget does. So others cannot take its room again.
     """
     if not (entry.leaves and entry.away and entry.reservations):
         return entry
@@ -171,14 +159,14 @@ def _running(
         leaves=entry.leaves,
         since_s=entry.placed_s,
         rests_until_s=entry.rests_until_s,
-        # A flow that was stopped suspends nothing.
+        # A stopped flow suspends nothing.
         suspended_for=entry.suspended_for if entry.away or entry.owner not in silent else "",
         away=entry.away,
     )
 
 
 def _homes(entry: Entry, devices: Mapping[DeviceKey, Device]) -> tuple[DeviceKey, ...]:
-    """Return the devices on which the process of a task can come back."""
+    """Return the devices on which the process of a task can resume."""
     device = devices.get(entry.reservations[0].device_key)
     if device is None:
         return ()
@@ -196,7 +184,7 @@ def _homes(entry: Entry, devices: Mapping[DeviceKey, Device]) -> tuple[DeviceKey
 
 
 def _can_move(device: Device) -> bool:
-    """Return whether a process can come back on another device than this one."""
+    """Return whether a process on this device can resume on another one."""
     found = re.match(r"\d+", device.driver)
     return device.kind != "nvml" or (
         found is not None and int(found[0]) >= MOVES_DRIVER and 0 < device.machine_gpus <= MOST_GPUS
@@ -204,14 +192,7 @@ def _can_move(device: Device) -> bool:
 
 
 def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool = False) -> Entry:
-    """Return the entry of a task that is away and leaves its device to other requests.
-
-    Args:
-        entry: Of the task, which has one device.
-        homes: Devices that it may come back on.
-        now_s: Monotonic seconds.
-        moved: Another device has the room for it: its return is placed first.
-    """
+    """Return the entry of a suspended task that leaves its one device; `moved`: its return is placed first."""
     (own,) = entry.reservations
     request = replace(
         entry.request,
@@ -222,7 +203,7 @@ def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: boo
         count=1,
         devices=tuple(uuid for _, uuid in homes),
         nodes=(),
-        # It runs already, and its body has what it needs of the machine.
+        # It runs already, and its body has its host memory.
         host_bytes=0,
         expected_s=None if own.ends_s is None else max(0.0, own.ends_s - now_s),
         submitted_s=now_s,

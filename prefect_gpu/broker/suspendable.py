@@ -1,7 +1,7 @@
-"""The process of a task as the thread that suspends and resumes it knows it: a `suspension.suspended.Subject`.
+"""The process of a task for the thread that suspends and resumes it: a `suspension.suspended.Subject`.
 
-It has the size of the process, its unused memory, the room on its device and its reservation. The news of a suspension goes to
-the ledger, to the log of the task run, to its report and to the engine's thread.
+It knows the process's size, its unused memory, the room on its device and its reservation. It reports a suspension to
+the ledger, the log of the task run, its report and the engine's thread.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.suspended import Stage, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Seconds that a process has to return unused device memory before it is suspended without. Its thread for that looks every
-#: 5 ms, but a body that holds the interpreter's lock keeps it from looking.
+#: Seconds for a process to return unused device memory before it is suspended without. Its thread looks every 5 ms, but a
+#: body that holds the interpreter's lock blocks the thread.
 RELEASE_S: Final = 0.5
 
-#: Seconds to wait for the reading of the devices that shows what is left to move.
+#: Seconds to wait for the device reading that shows the remaining memory.
 READING_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """The process does not run from now on."""
+    """The process is suspended from now on."""
 
     #: Monotonic seconds.
     at_s: float
@@ -55,14 +55,14 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class AwaitsReturn:
-    """The suspended process waits."""
+    """The suspended process waits to resume."""
 
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The process is to be killed: the driver has lost its state, or no device is left for its return."""
+    """The process is to be killed: the driver has lost its state, or it has no device to return to."""
 
     #: Why, as text for people.
     why: str
@@ -74,14 +74,8 @@ SuspensionMessage = Suspended | Resumed | AwaitsReturn | Lost
 class SuspendableProcess:
     """The process of a placed request.
 
-    Args:
-        broker: Of its devices.
-        ticket: Of the request.
-        task_key: Of its task.
-        send: Sends a message to the process.
-        tell: Sends a message to the engine's thread.
-        say: Logs a text on the task run.
-        add_suspension: Adds a suspension to the report.
+    `send` sends a message to the process, `tell` to the engine's thread; `say` logs a text on the task run;
+    `add_suspension` adds to the report.
     """
 
     def __init__(
@@ -101,24 +95,24 @@ class SuspendableProcess:
         self._tell = tell
         self._say = say
         self._add_suspension = add_suspension
-        #: Frameworks that it has used so far, as its last counters say.
+        #: Frameworks that it has used so far, by its last counters.
         self._frameworks: tuple[str, ...] = ()
-        #: Its body has begun: something in it listens.
+        #: Its body has begun, so its thread answers messages.
         self._listens = False
         self._released: queues.SimpleQueue[ReleasedUnused] = queues.SimpleQueue()
         self._noted = threading.Condition()
-        #: Bytes that each of its processes holds, by process id, and monotonic seconds of the reading that showed it.
+        #: Bytes of each of its processes, by process id, and monotonic seconds of that reading.
         self._held_bytes: Mapping[int, int] = {}
         self._noted_s = 0.0
-        #: UUID of the device where it was when it was suspended.
+        #: UUID of its device at the suspension.
         self._left_uuid = ""
-        #: For what it was suspended.
+        #: Cause of the suspension.
         self._reason = ""
-        #: Why it was last refused.
+        #: Reason of the last refusal.
         self._refused = ""
 
     def hear(self, message: Any) -> None:
-        """Take a message of the process; those that say nothing of this are ignored."""
+        """Handle a message of the process; messages about other things are ignored."""
         if isinstance(message, BodyStarted):
             self._listens = True
         elif isinstance(message, CountersRead) and message.counters is not None:
@@ -127,7 +121,7 @@ class SuspendableProcess:
             self._released.put(message)
 
     def take_measurement(self, at_s: float, measured: Sequence[Measured]) -> None:
-        """Take a reading of its devices (monotonic seconds), which was not made while its memory was on the way."""
+        """Handle a reading of its devices (monotonic seconds), which was not made while its memory was moved."""
         with self._noted:
             self._held_bytes = {
                 pid: size for each in measured for pid, size in each.by_pid.items() if size
@@ -158,7 +152,7 @@ class SuspendableProcess:
         request = ReleaseUnused(time.monotonic() + RELEASE_S)
         self._send(request)
         with contextlib.suppress(queues.Empty):
-            # What came too late for an earlier request is in the queue, too.
+            # Late answers to an earlier request are in the queue, too.
             while self._released.get(
                 timeout=max(0.0, request.until_s - time.monotonic())
             ) != ReleasedUnused(request.until_s):
@@ -188,7 +182,7 @@ class SuspendableProcess:
         """See `Subject.tell`."""
         self._broker.show_suspension(self._ticket, stage, text)
         if stage == "refused" and text != self._refused:
-            # A task that may be suspended for others is asked again and again.
+            # The same refusal may come again and again for a task that may be suspended.
             self._refused = text
             self._say(f"{text[0].upper()}{text[1:]}")
         elif stage in ("moving out", "away"):

@@ -1,6 +1,6 @@
 """One request of a broker, from its submission until its memory is back.
 
-The machine changes it; other threads wait for its decision, and may withdraw it first. What is asked is a
+The machine changes the ticket; other threads wait for its decision, and may withdraw it first. The request itself is a
 `scheduling.model.Request`.
 """
 
@@ -14,23 +14,23 @@ from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 
-#: For what a process is suspended that a person has suspended.
+#: Cause of a suspension by a person.
 BY_HAND = "prefect-gpu suspend"
 
-#: For what a first run is suspended that leaves its device to the others there.
+#: Cause of a suspension of a first run that leaves its device to other first runs.
 FOR_FIRST_RUNS = "other first runs on its device"
 
-#: Names that a ticket keeps of tasks beside its own.
+#: Most names of neighbour tasks in a ticket.
 MOST_NEIGHBOURS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the process of a request holds of one device, in bytes."""
+    """Memory of a request's process on one device, in bytes."""
 
-    #: With all that it has started.
+    #: With its descendants.
     total_bytes: int
-    #: Of each of them, by process id; empty where the device does not attribute memory to processes.
+    #: Bytes of each of these processes, by process id; empty where the device does not attribute memory to processes.
     by_pid: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -39,54 +39,53 @@ class Ticket:
     """One request, from its submission until its memory is back. Made by `Broker.submit`."""
 
     request: Request
-    #: Notified when it is decided.
+    #: Notified when the request is decided.
     changed: threading.Condition = field(default_factory=threading.Condition)
-    #: It was placed, refused or withdrawn.
+    #: The request was placed, refused or withdrawn.
     decided: bool = False
     withdrawn: bool = False
     placement: Placement | None = None
     error: PrefectGPUError | None = None
     #: Monotonic seconds when it was placed.
     placed_s: float = 0.0
-    #: Process that holds what was reserved; `None`: none yet, or no longer.
+    #: Process that uses the reservation; `None`: none yet, or no longer.
     pid: int | None = None
-    #: Bytes that its own counters (plus context) give, where the device cannot tell.
+    #: Bytes by its own counters (plus context), where the device cannot tell.
     stand_in_bytes: int = 0
-    #: Called with monotonic seconds and what it holds of each of its devices, in the task's order, at
-    #: every reading while it runs.
+    #: Called at every reading while it runs, with monotonic seconds and its memory on each device, in the task's order.
     on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
     #: Called with the bytes that did not come back (`None`: not known), once.
     on_recovered: Callable[[int | None], None] | None = None
-    #: Called when its memory is wanted on the host (`True`), or may come back to its devices.
+    #: Called when its process is to be suspended (`True`), or may resume.
     on_held_back: Callable[[bool], None] | None = None
-    #: What it was called with last.
+    #: Argument of the last call of `on_held_back`.
     held_back: bool = False
-    #: For what it was called so, as text for a person.
+    #: Cause of that suspension, as text for people.
     held_back_for: str = ""
-    #: Called if its suspended process has no device to come back to, with the reason.
+    #: Called with the reason if its suspended process has no device to return to.
     on_no_return: Callable[[PrefectGPUError], None] | None = None
     #: Monotonic seconds since when its suspended process has no device; `None`: it has one.
     away_s: float | None = None
-    #: Seconds for which it had none before.
+    #: Seconds of earlier suspensions without a device.
     was_away_s: float = 0.0
-    #: Its priority before it was raised for the time away; `None`: it was never away.
+    #: Its priority before it was raised for long suspension; `None`: it was never suspended.
     priority: int | None = None
-    #: Called if it is a probe that shares a device and should end for the others there, with that device, once.
+    #: Called once, with the device, if it is a shared probe that should end for the other probes there.
     on_short: Callable[[Device], None] | None = None
-    #: It is such a probe, and may be suspended for them in place of its end.
+    #: It is a shared probe, and may be suspended instead.
     may_leave: bool = False
-    #: Budgets that were learned while it was suspended, by model of the device; see `Broker.learn_need`.
+    #: Budgets learned during its suspension, by device model; see `Broker.learn_need`.
     learned: Mapping[str, int] | None = None
-    #: What others' processes held on its devices when it was placed, in bytes.
+    #: Bytes of other people's processes on its devices when it was placed.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
-    #: Bytes that no process held on its devices when it was placed, and what others leaked there since.
+    #: Bytes of no process on its devices when it was placed, plus later leaks of others.
     ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
-    #: Names of the tasks that have been on its devices with it, in order; at most `MOST_NEIGHBOURS`.
+    #: Names of the tasks that were on its devices with it, in order; at most `MOST_NEIGHBOURS`.
     neighbours: dict[str, None] = field(default_factory=dict)
     #: Monotonic seconds when its process ended; `None`: it has not.
     ended_s: float | None = None
     ended_pid: int | None = None
-    #: Bytes that were still missing at the last reading since then; `None`: not known.
+    #: Bytes still missing at the last reading after its end; `None`: not known.
     missing_bytes: int | None = None
 
     @property
@@ -102,7 +101,7 @@ class Ticket:
     def decide(
         self, placement: Placement | None = None, error: PrefectGPUError | None = None
     ) -> None:
-        """Place it or refuse it, and wake the thread that waits for it; without effect once it was withdrawn."""
+        """Place or refuse the request, and wake the waiting thread; without effect once it was withdrawn."""
         with self.changed:
             if not self.withdrawn:
                 self.placement, self.error = placement, error
@@ -110,7 +109,7 @@ class Ticket:
                 self.changed.notify_all()
 
     def withdraw(self) -> bool:
-        """Wake the thread that waits for it, and return `True`, if it was not decided."""
+        """Withdraw the request and wake the waiting thread; return `False` if it was already decided."""
         with self.changed:
             if self.decided:
                 return False

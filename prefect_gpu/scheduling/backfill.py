@@ -1,18 +1,16 @@
-"""Which requests may pass a blocked one: devices kept for it, limits of passing, devices that drain.
+"""Which requests may pass a blocked request.
 
-The first blocked requests get devices kept for them: those where each is expected to start first, by the
-expected ends of what runs there. A later request may have such a device only if it is expected to end
-before that start, or leaves enough memory for it (EASY backfilling, Lifka 1995, over memory instead of
-nodes). Where ends are not known, no device can be kept. Then a blocked request may be passed a number of
-times, or for a time. After either, and when it is overdue on the devices kept for it, no later request may
-pass it on any device that it could use: these devices drain.
+Devices are kept for the first blocked requests: those where each is expected to start first, by the expected ends
+of the tasks there. A later request may have a kept device only if it is expected to end before that start, or leaves
+enough memory free (EASY backfilling, Lifka 1995, over memory instead of nodes). Where ends are not known, no device is
+kept, and a blocked request may be passed a number of times, or for a time. After either, and when a request is overdue
+on its kept devices, all devices that it could use drain: no later request may start there.
 
-Kept devices stay kept: they are not chosen anew in each pass. Wrong expectations therefore delay a blocked
-request by what runs on its devices, but never for ever. The order of requests is not decided here but in
-`scheduling_pass`.
+Kept devices are not chosen anew in each pass. So wrong expectations delay a blocked request by the tasks on its
+devices, but never for ever. For the request of a suspended process one device is kept: the one where it is expected
+to start first or, where ends are not known, the one with most free memory, which drains.
 
-The request of a suspended process that comes back is not passed on one device: the one where it is expected to start
-first, or, where ends are not known, the one with most free memory, which drains. The other devices stay open.
+The order of requests is decided in `scheduling_pass`. Times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -35,20 +33,19 @@ RETRY_S = 5.0
 class Patience:
     """How far a blocked request may be passed."""
 
-    #: Later requests that may pass it although they may delay it. 0: none passes, first come, first served.
+    #: Later requests that may pass it although they may delay it. 0: none (first come, first served).
     passes: int
-    #: Seconds from when it was first passed, or devices were kept for it, after which none may.
+    #: Seconds after which no request may pass any more, from the first pass or from when devices were kept.
     wait_s: float
-    #: Blocked requests, the first in order, that get devices kept before they are passed at all.
+    #: Number of blocked requests, the first in order, with devices kept before any request passes them.
     heads: int
 
 
-#: What the runner uses. Makespan over its lower bound in simulations of 600 tasks of 24 shapes on 4
-#: devices of 80 GiB (and of 2,000 on 16), mean of 3 seeds: first come, first served 1.99 (1.41). Where no
-#: duration is known, by passes within 600 s: 8 1.84 (1.30), 32 1.63 (1.19), 128 1.51 (1.15); 128 within
-#: 3600 s 1.24 (1.13); 64 within 1800 s, which is chosen since a blocked task is delayed half as long,
-#: 1.39 (1.15). Where durations are known 1.25 (1.13) with these, and more heads did not do better than
-#: the seeds differ.
+#: The runner's default. Makespan over its lower bound in simulations of 600 tasks of 24 shapes on 4 devices of 80 GiB
+#: (and of 2,000 on 16), mean of 3 seeds: first come, first served 1.99 (1.41). Where no duration is known, by passes
+#: within 600 s: 8 1.84 (1.30), 32 1.63 (1.19), 128 1.51 (1.15); 128 within 3600 s 1.24 (1.13); 64 within 1800 s,
+#: chosen since a blocked task is delayed half as long, 1.39 (1.15). Where durations are known 1.25 (1.13) with these;
+#: more heads changed less than the seeds.
 PATIENCE = Patience(passes=64, wait_s=1800.0, heads=1)
 
 #: First come, first served: a blocked request blocks all later ones on the devices that it could use.
@@ -56,16 +53,15 @@ NO_BACKFILL = Patience(passes=0, wait_s=0.0, heads=0)
 
 
 class BlockedStatus(NamedTuple):
-    """What has happened to a blocked request so far. The queue keeps it until the request leaves."""
+    """History of a blocked request. The queue keeps it until the request leaves."""
 
     #: How often later requests passed it that may have delayed it.
     passed: int = 0
-    #: Monotonic seconds when it was first passed so or had devices kept; `None`: neither.
+    #: Monotonic seconds when it was first passed or had devices kept; `None`: neither.
     since_s: float | None = None
     #: Devices that are kept for it.
     kept: tuple[DeviceKey, ...] = ()
-    #: Monotonic seconds at which it is expected to start on them; `None`: none are kept, or they drain for a process
-    #: that comes back.
+    #: Monotonic seconds of its expected start on `kept`; `None`: none are kept, or they drain for a suspended process.
     starts_s: float | None = None
     #: Monotonic seconds when devices to keep were last looked for; `None`: not yet.
     looked_s: float | None = None
@@ -76,22 +72,15 @@ class BlockedStatus(NamedTuple):
             return patience.passes == 0
         until_s = self.since_s + patience.wait_s
         if self.kept:
-            # No request passes it there that delays it: time alone is no reason to stop the others.
+            # No passing request delays it on kept devices: elapsed time alone is no reason to stop others.
             return now_s >= max(until_s, self.starts_s or 0.0)
         return now_s >= until_s or self.passed >= patience.passes
 
 
 def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float) -> float | None:
-    """Return when a device is expected to have enough free memory for a request, in monotonic seconds.
+    """Return when a device is expected to have enough free memory for a request; `None`: not known, or never.
 
-    Args:
-        request: What is asked.
-        state: The device.
-        now_s: Monotonic seconds.
-        max_tasks: Most reservations on it at a time; infinite: as many as fit.
-
-    Returns:
-        `None`: not known, or never as far as is known.
+    `max_tasks` is the most reservations on it at a time; infinite: as many as fit.
     """
     need = allowance_bytes(state) if shares(request, state) else need_bytes(request, state)
     alone = need is None or request.exclusive
@@ -118,16 +107,9 @@ def _end_s(reservation: Reservation) -> float:
 
 
 def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks: float) -> int:
-    """Return what another request may hold on a device at the time when a blocked one starts there.
+    """Return the bytes that another request may hold on a device when a blocked one starts there, at `starts_s`.
 
-    Args:
-        state: The device.
-        blocked: The blocked request.
-        starts_s: When it is expected to start there, in monotonic seconds.
-        max_tasks: Most reservations on the device at a time; infinite: as many as fit.
-
-    Returns:
-        Bytes; less than 0: not even a request for 0 bytes may be there.
+    Less than 0: not even a request for 0 bytes may be there. `max_tasks` as for `ready_s`.
     """
     need = allowance_bytes(state) if shares(blocked, state) else need_bytes(blocked, state)
     if need is None or blocked.exclusive:
@@ -144,35 +126,31 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
 
 @dataclass(slots=True)
 class _Kept:
-    """Why a device is kept."""
+    """The blocked request that a device is kept for."""
 
-    #: Place of the blocked request among the blocked ones of this pass.
+    #: Position of the request among the blocked ones of this pass.
     rank: int
     request: Request
     starts_s: float
-    #: What `spare_bytes` says of the device; `None`: it was not asked since the last placement there.
+    #: From `spare_bytes`; `None`: not computed since the last placement there.
     spare_bytes: int | None = None
 
 
 class _Passable(NamedTuple):
-    """A blocked request that later ones may pass."""
+    """A blocked request that later requests may pass."""
 
     rank: int
     request: Request
     #: Devices that its tags name; `None`: any.
     named: Named | None
-    #: Nothing is known of when it can start.
+    #: Its reason to wait is not known here, so no device can be kept for it.
     unknown: bool = False
 
 
 class Backfill:
-    """What the blocked requests of one scheduling pass ask of later ones.
+    """Limits that the blocked requests of one scheduling pass set to later ones.
 
-    Args:
-        board: The devices.
-        statuses: What has happened to blocked requests so far, by id.
-        patience: How far each may be passed.
-        now_s: Monotonic seconds.
+    `statuses` has the statuses of blocked requests before the pass, by id.
     """
 
     def __init__(
@@ -186,17 +164,17 @@ class Backfill:
         self._before = statuses
         self._patience = patience
         self._now_s = now_s
-        #: By position: devices that are kept, or drain (`None`). Where all drain it is not asked.
+        #: Kept devices by position; `None`: the device drains. Not used while all drain.
         self.kept: dict[int, _Kept | None] = {}
         #: Whether all devices drain, so that no later request can start.
         self.all_drain = False
         self._passable: list[_Passable] = []
         self._blocked = 0
-        #: What has happened to blocked requests in this pass, by id.
+        #: Statuses of blocked requests that this pass has changed, by id.
         self.statuses: dict[str, BlockedStatus] = {}
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a later request may have a device of `kept`, as far as it has the memory."""
+        """Return whether a later request may have a device of `kept`; the device has free memory for it."""
         kept = self.kept[at]
         if kept is None:
             return False
@@ -206,19 +184,16 @@ class Backfill:
         need = need_bytes(request, state)
         if need is None or request.exclusive:
             return False
-        # It would still run there at that time. Many requests ask this of the same device.
+        # The request would still run at that time. The number is kept, since many requests ask for it.
         if kept.spare_bytes is None:
             most = self._board.max_tasks_on(state)
             kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
         return need <= kept.spare_bytes
 
     def block(self, request: Request, named: Named | None, unknown: bool = False) -> None:
-        """Note that a request cannot start now. To be called in the order of the queue.
+        """Note that a request cannot start now; to be called in the order of the queue.
 
-        Args:
-            request: The blocked request.
-            named: Devices that its tag names; `None`: any.
-            unknown: It does not start for a reason that is not known here, so no device can be kept for it.
+        `named` has the devices of its tag; `None`: any. `unknown`: its reason to wait is not known here.
         """
         rank = self._blocked
         self._blocked += 1
@@ -258,7 +233,7 @@ class Backfill:
             self._passable.append(_Passable(rank, request, named))
 
     def count_passes(self, chosen: Sequence[int]) -> None:
-        """Note that a request was placed on some devices: it has passed the blocked ones before it."""
+        """Note a placement: the placed request has passed the blocked requests before it."""
         for at in chosen:
             if (kept := self.kept.get(at)) is not None:
                 kept.spare_bytes = None
@@ -277,23 +252,23 @@ class Backfill:
                     self._drain(request, blocked.named)
 
     def _status(self, request: Request) -> BlockedStatus:
-        """Return what has happened to a blocked request, in this pass too."""
+        """Return the status of a blocked request, with the changes of this pass."""
         return self.statuses.get(request.id) or self._before.get(request.id, _NEW)
 
     def _could_use(self, blocked: _Passable, chosen: Sequence[int]) -> bool:
-        """Return whether a blocked request waits for one of some devices, so that their use may delay it."""
+        """Return whether the use of some devices may delay a blocked request."""
         rank, request, named, _ = blocked
         for at in chosen:
             kept = self.kept.get(at)
             if kept is not None and kept.rank < rank:
-                # It waits in any case for the request that the device is kept for.
+                # The request that the device is kept for delays it in any case.
                 continue
             if self._board.could_use(request, named, at):
                 return True
         return False
 
     def _keep(self, rank: int, request: Request, status: BlockedStatus) -> bool:
-        """Keep the devices that a status names; return whether they are free to keep and large enough."""
+        """Keep the devices of a status; return `False` if one is gone, kept, broken or too small."""
         assert status.starts_s is not None
         found: dict[int, _Kept | None] = {}
         for key in status.kept:
@@ -301,7 +276,7 @@ class Backfill:
             if at is None:
                 return False
             if at in self.kept:
-                # A device that drains for a request before this one goes on to.
+                # The device already drains for an earlier request.
                 if self.kept[at] is not None:
                     return False
                 continue
@@ -314,12 +289,12 @@ class Backfill:
     def _keep_for_return(
         self, rank: int, request: Request, named: Named | None, status: BlockedStatus
     ) -> None:
-        """Keep the devices where a suspended process can come back soonest: no more than it needs."""
+        """Keep as many devices as a suspended process needs, where it can resume soonest."""
         if status.starts_s is not None and self._now_s < status.starts_s:
             if self._keep(rank, request, status):
                 return
         if self._keep_soonest(rank, request, named):
-            # No time is too long: the devices that it could use never drain all together.
+            # No time limit: a returning request never drains all the devices that it could use.
             self.statuses[request.id] = self.statuses[request.id]._replace(since_s=None)
             return
         states, positions = self._board.states, self._board.positions
@@ -327,7 +302,7 @@ class Backfill:
         usable = [
             (at not in before, at in self.kept, -states[at].free_bytes, at)
             for at in self._board.usable(request, named)
-            # Not those that drain for a request before it.
+            # Without devices that drain for an earlier request.
             if not states[at].snapshot.error and self.kept.get(at, request) is not None
         ]
         best = self._first_on_one_node(request, [(0.0, at) for *_, at in sorted(usable)])
@@ -337,10 +312,7 @@ class Backfill:
         self.statuses[request.id] = self._status(request)._replace(kept=keys, starts_s=None)
 
     def _keep_soonest(self, rank: int, request: Request, named: Named | None) -> bool:
-        """Keep the devices where a request is expected to start first; return whether any are known.
-
-        All are of one node: the one where the last of them is expected to be free first.
-        """
+        """Keep the devices, all of one node, where a request is expected to start first; return whether any are known."""
         now_s = self._now_s
         status = self._status(request)
         soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
@@ -360,7 +332,7 @@ class Backfill:
     def _first_on_one_node(
         self, request: Request, times: list[tuple[float, int]]
     ) -> list[tuple[float, int]]:
-        """Return the first entries, as many as a request's devices, that are of one node; fewer: there are none."""
+        """Return the first entries of one node, as many as a request's devices; fewer: no node has so many."""
         count, board = request.count, self._board
         if count == 1 or not board.several_nodes:
             return times[:count]
@@ -373,7 +345,7 @@ class Backfill:
         return []
 
     def _ready_times(self, request: Request, named: Named | None) -> list[tuple[float, int]]:
-        """Return when and at which positions a request could start, where that is known."""
+        """Return the expected start times of a request, each with its device's position, where known."""
         board = self._board
         times: list[tuple[float, int]] = []
         for at in board.usable(request, named):
@@ -386,7 +358,7 @@ class Backfill:
         return times
 
     def _drain(self, request: Request, named: Named | None) -> None:
-        """Keep from all later requests the devices that a request could use."""
+        """Drain all devices that a request could use: no later request may start there."""
         if self._board.all_surely_fit(request):
             self.all_drain = True
         else:

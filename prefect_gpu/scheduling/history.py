@@ -1,16 +1,14 @@
-"""What past runs of a task say about its next budget.
+"""The next budget of a task, learned from its past runs.
 
-Pure: past runs go in, a lesson comes out. Where runs are kept is behind `HistoryStore`; which task run may
-probe while nothing is known is `prefect_gpu.runner.budgets`; what happens after an out-of-memory is `ladder`.
-
-The formula, with the figures that it is based on (a ResNet-50 in training on an H200, 2026-11-20: a run that
-took 13.2 GiB because the device was empty needs 4.8 to run as fast):
+Pure. `HistoryStore` keeps the runs; `prefect_gpu.runner.budgets` decides which task run may probe while nothing is
+known, `ladder` what happens after an out-of-memory. The formula, with the figures that it is based on (a ResNet-50
+in training on an H200, 2026-11-20: a run that took 13.2 GiB because the device was empty needs 4.8 to run as fast):
 
     need(run) = max(LIVE_FACTOR × growth × live, live + LIVE_MARGIN) + context
     budget    = max(need of the completed runs, floor)
 
-*live* is the steady live peak where the run gave evidence of steps that are alike, else the whole live peak. *growth* is
-1 until a budget was too small, and `growth_factor` from then on.
+*live* is the steady live peak where the run gave evidence of steps that are alike, else the whole live peak.
+*growth* is 1 until a budget was too small, and `growth_factor` from then on.
 """
 
 from __future__ import annotations
@@ -25,24 +23,24 @@ from prefect_gpu.units import MIB
 #: Runs that a history keeps.
 KEPT_RUNS = 20
 
-#: Budget of a framework as a multiple of what it had allocated. 1.3 cost no speed on a ResNet-50, 1.1 a quarter.
+#: Budget of a framework as a multiple of its allocated memory. 1.3 cost a ResNet-50 no speed, 1.1 a quarter of it.
 LIVE_FACTOR = 1.3
 
-#: Most by which a budget is multiplied because runs differ in what they need.
+#: Largest factor on a budget for runs that differ in their needs.
 MOST_GROWTH = 2.0
 
-#: Bytes that the budget is above that at least: allocators take memory in segments (PyTorch's of 20 MiB).
+#: Least difference of budget and live memory: allocators take memory in segments (PyTorch's of 20 MiB).
 LIVE_MARGIN_BYTES = 64 * MIB
 
 #: Budgets are multiples of this many bytes, the size to which drivers and allocators round.
 ROUND_BYTES = 2 * MIB
 
-#: How much the next budget is above one that ended in an out-of-memory, and above one that pinched.
+#: Next budget as a multiple of one that ended in an out-of-memory, and of one that pinched.
 OOM_FACTOR = 1.5
 PINCH_FACTOR = 1.25
 
-#: A run pinched if its allocator had to give up its cache and it was this much slower than a roomier
-#: run, by the time of its steps, or by that of the whole body, which varies more.
+#: A run pinched if its allocator gave up its cache and the run was slower than one with a larger cap by this factor:
+#: in the time of its steps, or in that of the whole body, which varies more.
 SLOWER_STEP = 1.05
 SLOWER_RUN = 1.2
 
@@ -84,8 +82,7 @@ class HistoryKey(KeptAsTexts):
     """Key of a history: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
 
     task_name: str
-    #: Of the task's function, without its module or file: moving a folder or editing a comment does not
-    #: begin a new history.
+    #: Qualified name of the task's function, without module or file: moving it or editing a comment keeps the history.
     qualified_name: str
     #: GPU model, as `Device.name` has it; empty: of any.
     device_name: str = ""
@@ -93,8 +90,7 @@ class HistoryKey(KeptAsTexts):
     learn_by: str = ""
     #: The same values in words, for people; empty: none are named.
     learn_by_words: str = field(default="", compare=False)
-    #: Name of the flow that submits the task. Two programs on one server may have tasks of one name. `None`: it is
-    #: submitted outside a flow.
+    #: Flow that submits the task: two programs on one server may have tasks of one name. `None`: outside a flow.
     flow_name: str | None = None
 
     def on(self, device_name: str) -> HistoryKey:
@@ -117,24 +113,23 @@ class PastRun(KeptAsTexts):
     cap_bytes: int | None = None
     #: Most bytes that its frameworks had allocated; `None`: no framework reports it.
     live_bytes: int | None = None
-    #: The same over its steady steps; `None`: no evidence of steps, or they differ.
+    #: Most bytes that its frameworks had allocated in steady steps; `None`: no evidence of steps, or they differ.
     steady_live_bytes: int | None = None
-    #: Most bytes that the device showed for the whole process; `None`: it shows none, and no counters stood in.
+    #: Most bytes that the device showed for the whole process; `None`: neither the device nor counters show them.
     process_bytes: int | None = None
     #: Bytes that it took outside its frameworks' allocators.
     context_bytes: int = 0
-    #: Times that an allocation succeeded only after the cache was given up, past the first step.
+    #: Allocations, past the first step, that succeeded only after the cache was given up.
     alloc_retries: int = 0
     #: Median seconds of a steady step; `None`: no evidence of steps.
     step_s: float | None = None
     #: Seconds of the body.
     run_s: float = 0.0
-    #: Bytes on one device that it would have needed in all, as its out-of-memory says.
+    #: Bytes on one device that the run would have needed in all, by its out-of-memory error.
     wanted_bytes: int | None = None
     #: Seconds from its placement to its body's first line; `None`: not known.
     start_s: float | None = None
-    #: Bytes that were known to be too few when it ended, also by runs that the history no longer keeps;
-    #: `None`: none were.
+    #: Bytes known to be too few when it ended, also from runs that are no longer kept; `None`: none are.
     floor_bytes: int | None = None
     #: Most bytes that the largest device could give when it ended; `None`: not known.
     capacity_bytes: int | None = None
@@ -154,39 +149,32 @@ class HistoryStore(Protocol):
         ...
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
-        """Keep one more run. It returns at once; a run that cannot be kept is lost with a warning."""
+        """Keep one more run, without waiting. A run that cannot be kept is lost with a warning."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a history teaches."""
+    """The next budget of a task, as its history suggests."""
 
     #: Bytes to reserve on each device, the context included. Never more than a device could give at the last run.
     budget_bytes: int
-    #: Of these, bytes for what no framework counts.
+    #: Part of `budget_bytes` for memory that no framework counts.
     context_bytes: int
-    #: Completed runs that it is learned from.
+    #: Number of completed runs that the budget is learned from.
     runs: int
-    #: Bytes below which it has been seen to run out of memory or to slow down; 0: never.
+    #: Bytes below which runs ran out of memory or slowed down; 0: none did.
     floor_bytes: int = 0
-    #: Factor for runs that may need more than any before, from 1 to `MOST_GROWTH`.
+    #: Factor for runs that may need more than all before, from 1 to `MOST_GROWTH`.
     growth: float = 1.0
-    #: Bytes to reserve if that was not enough: what runs took in their first steps counts too.
+    #: Bytes to reserve if `budget_bytes` was not enough: the memory of first steps counts too.
     whole_bytes: int = 0
-    #: Bytes that the runs need by the formula. They are more than `budget_bytes` if no device could give them.
+    #: Bytes by the formula, more than `budget_bytes` if no device could give them.
     need_bytes: int = 0
 
 
 def learn(runs: Iterable[PastRun]) -> Lesson | None:
-    """Return the next budget.
-
-    Args:
-        runs: All runs of one key.
-
-    Returns:
-        `None`: no run has completed whose memory was measured.
-    """
+    """Return the next budget from all runs of one key; `None`: no completed run has its memory measured."""
     past = tuple(runs)
     completed = [run for run in past if run.outcome == "completed" and _is_measured(run)]
     if not completed:
@@ -208,7 +196,7 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
 
 
 def _bounded(size_bytes: int, past: Sequence[PastRun]) -> int:
-    """Return a size, or what the largest device could give at the newest run that knows, if that is less."""
+    """Return a size, at most the capacity of the largest device at the newest run that recorded it."""
     known = [(run.ended_at, run.capacity_bytes) for run in past if run.capacity_bytes]
     return min(size_bytes, max(known)[1]) if known else size_bytes
 
@@ -220,10 +208,7 @@ def _round(size_bytes: int) -> int:
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
     """Return the smallest budget believed to be enough, from runs that ran out of memory or slowed down.
 
-    A run that ran out of memory shows it. Later runs repeat it, so that it stays known when that run is no longer kept.
-
-    Returns:
-        Bytes. 0: there was no such run.
+    0: there was no such run. Later runs repeat the number, so it stays known when that run is no longer kept.
     """
     past = tuple(runs)
     shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])
@@ -234,19 +219,16 @@ def known_floor_bytes(runs: Iterable[PastRun]) -> int:
 
 
 def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:
-    """Return the largest context that runs were measured to have; `None`: none was measured.
+    """Return the largest measured context of completed runs; `None`: none was measured.
 
-    The cap of a budget that a tag states is corrected by it too.
+    It also corrects the cap of a budget that a tag states.
     """
     seen = [run.context_bytes for run in runs if run.context_bytes and run.outcome == "completed"]
     return max(seen, default=None)
 
 
 def expected_s(runs: Iterable[PastRun]) -> float | None:
-    """Return the seconds for which a task is expected to hold its devices: the median of completed runs.
-
-    The start of the process counts where it is known. `None`: no run has completed.
-    """
+    """Return the median seconds for which completed runs held their devices, known starts included; `None`: no run."""
     completed = (run for run in runs if run.outcome == "completed" and run.run_s > 0)
     held = [run.run_s + (run.start_s or 0.0) for run in completed]
     return statistics.median(held) if held else None
@@ -257,18 +239,12 @@ def _is_measured(run: PastRun) -> bool:
 
 
 def growth_factor(sizes_bytes: Sequence[int]) -> float:
-    """Return how much more than the largest run a later run may need, as a factor.
+    """Return the factor, 1 to `MOST_GROWTH`, by which a later run may need more than the largest run.
 
-    Runs differ in what they need where inputs change size. If the logarithms of their needs are spread evenly, the
-    end of that range is expected above the largest of *n* by the average distance between two of them: a factor of
-    (largest ÷ median)^(2 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs. By the median and
-    not by the smallest: a single run on a few inputs, to try the task out, says nothing of large ones.
-
-    Args:
-        sizes_bytes: What each run needed.
-
-    Returns:
-        From 1 to `MOST_GROWTH`.
+    Runs differ in memory where inputs change size. If the logarithms of their needs are spread evenly, the end of that
+    range is expected above the largest of *n* by the average distance between two of them: a factor of
+    (largest ÷ median)^(2 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs. The median and not
+    the smallest, because a single run on a few inputs, to try the task out, says nothing of large ones.
     """
     known = [size for size in sizes_bytes if size > 0]
     if len(known) < 2:
@@ -280,11 +256,9 @@ def growth_factor(sizes_bytes: Sequence[int]) -> float:
 
 
 def _growth(completed: Sequence[PastRun]) -> float:
-    """Return the growth factor of runs: of steady memory, of what the others had, and of what both had within a cap.
-
-    What a run had in all is not compared with another's steady memory: they differ in equal runs. Nor is what it had
-    on a device to itself, where a first step may have taken much more than it needs.
-    """
+    """Return the largest growth factor: of steady memory, of the other runs, and of both within a cap."""
+    # The whole memory of a run is not compared with another's steady memory: they differ in equal runs. Nor is memory
+    # on a device to itself, where a first step may have taken much more than it needs.
     steady = [run.steady_live_bytes for run in completed if run.steady_live_bytes is not None]
     others = [run for run in completed if run.steady_live_bytes is None]
     sizes = [steady, [_basis_bytes(run) for run in others]]
@@ -296,7 +270,7 @@ def _growth(completed: Sequence[PastRun]) -> float:
 
 
 def _basis_bytes(run: PastRun) -> int:
-    """Return what a run's need is computed from: live memory, else, if no framework reports it, the process's."""
+    """Return the live bytes that a run's need is computed from; the process's bytes if no framework reports any."""
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
     return (run.process_bytes or 0) if live is None else live
 
@@ -310,7 +284,7 @@ def _need_bytes(run: PastRun, context_bytes: int, growth: float) -> int:
 
 
 def _whole_need_bytes(completed: Sequence[PastRun]) -> int:
-    """Return the largest need of runs by all that they had allocated, their first steps included."""
+    """Return the largest need of runs by all their allocated memory, first steps included."""
     context = max((run.context_bytes for run in completed), default=0)
     whole = (
         run if run.live_bytes is None else replace(run, steady_live_bytes=None) for run in completed
@@ -319,7 +293,7 @@ def _whole_need_bytes(completed: Sequence[PastRun]) -> int:
 
 
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
-    """Return the smallest budget that some runs show not to be too small; 0: any."""
+    """Return the smallest budget believed to be enough, by the runs themselves; 0: none ran short."""
     too_small = 0
     next_bytes = 0
     measured = [run for run in completed if _is_measured(run)]
@@ -329,7 +303,7 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
         if run.cause == "own_cap" and _was_limited(run):
             factor, least = OOM_FACTOR, run.wanted_bytes or 0
             if run.budget_bytes >= need:
-                # Steady memory was too little. What a run has had in full is known to be enough for that one.
+                # Steady memory was too little; the whole memory of a completed run was enough for that run.
                 least = max(least, _whole_need_bytes(measured))
         elif run.outcome == "completed" and _pinched(run, completed):
             factor, least = PINCH_FACTOR, 0
@@ -350,12 +324,12 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
 
 
 def _was_limited(run: PastRun) -> bool:
-    """Return whether a run's budget kept it from the rest of its device: a whole device says nothing of smaller budgets."""
+    """Return whether a run's budget limited it: a run with a whole device says nothing of smaller budgets."""
     return run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:
-    """Return whether a run's cap made it slow: it had retries and was slower than one with a larger cap."""
+    """Return whether a run's cap made it slow: it had retries, and a run with a larger cap was faster."""
     if run.cap_bytes is None or not run.alloc_retries:
         return False
     roomier = [r for r in completed if r.cap_bytes is None or r.cap_bytes > run.cap_bytes]

@@ -1,7 +1,6 @@
-"""After an out-of-memory: its cause, and what the next process of the task run gets.
+"""Cause of an out-of-memory, and the memory that the task run's next process gets.
 
-Pure: what was seen goes in, a cause and the next rung come out. The next process is started by
-`prefect_gpu.runner.submission`; what later runs learn from it is in `history`.
+Pure. `prefect_gpu.runner.submission` starts the next process; `history` learns from it for later runs.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from prefect_gpu.scheduling.history import OOM_FACTOR
 from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
 from prefect_gpu.units import MIB, format_bytes, size_in_tag
 
-#: own_cap: the task needs more than its budget. foreign: processes of others took what was missing.
-#: crowded: our processes filled the device though this one was within its budget. host: the machine's own
-#: memory ran out. unknown: it was killed, and the reason is not known.
+#: own_cap: the task needs more than its budget. foreign: other people's processes took the memory. crowded: our own
+#: processes filled the device, this one within its budget. host: the machine's own memory ran out. unknown: killed for
+#: an unknown reason.
 Cause = Literal["own_cap", "foreign", "crowded", "host", "unknown"]
 
-#: Processes that one task run may have because of out-of-memory, the first included.
+#: Most processes of one task run because of out-of-memory, the first included.
 MOST_PROCESSES = 5
 
-#: Out-of-memory that were not its own, one after another, after which it is given a whole device.
+#: Consecutive out-of-memory errors with another cause than `own_cap`, after which the task gets a whole device.
 MOST_SHARED = 3
 
-#: Others' memory that grew by less than this filled no device: desktops and drivers come and go.
+#: Growth of other people's memory below this filled no device: desktops and drivers come and go.
 LEAST_GROWTH_BYTES = 64 * MIB
 
-#: What an error says was wanted is multiplied by this: sizes are rounded on the way.
+#: Factor on the bytes that an error says were wanted: sizes are rounded on the way.
 WANTED_FACTOR = 1.1
 
-#: What helps after the last out-of-memory of a task run, by its cause; of `own_cap` where no budget is large enough.
+#: Advice after the last out-of-memory of a task run, by cause; for `own_cap` where no budget is large enough.
 REMEDIES: Mapping[Cause, str] = {
     "own_cap": (
         "it must take less (a smaller batch, which find_batch_size finds; mixed precision) or have a larger device"
@@ -45,13 +44,13 @@ REMEDIES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of one out-of-memory. Bytes are those of the device where it happened."""
+    """Measurements of one out-of-memory. Bytes are those of the device where it happened."""
 
     #: The budget of the process there.
     budget_bytes: int
     #: Bytes that its framework could allocate at most; `None`: no cap.
     cap_bytes: int | None
-    #: Of its budget, bytes for what no framework counts.
+    #: Part of its budget for memory that no framework counts.
     context_bytes: int = 0
     #: Bytes that the failed allocation asked for; `None`: its message does not say.
     wanted_bytes: int | None = None
@@ -63,23 +62,23 @@ class Evidence:
     free_bytes: int | None = None
     #: Bytes by which others' memory there had grown since the process was placed.
     foreign_growth_bytes: int = 0
-    #: The error says by itself whether the process's own cap refused; `None`: it does not say.
+    #: Whether the process's own cap refused, by the error's text; `None`: it does not say.
     says_own_cap: bool | None = None
     #: No other GPU task was on the device.
     alone: bool = False
-    #: Its need was not known, and its budget was what its device had free beside other tasks.
+    #: Its need was not known, and its budget was the free memory of a device beside other tasks.
     shared_probe: bool = False
 
 
 def classify(evidence: Evidence) -> Cause:
     """Return the cause of an out-of-memory in a framework.
 
-    The cap is the cause if the device could have given what was asked. Where it could not, the cause is what
-    took more than expected: other people's processes, this process, or neither, in this order.
+    The cap is the cause if the device had the wanted bytes free. Otherwise the cause is, in this order: growth of other
+    people's processes, this process's own need, or neither.
     """
     if evidence.says_own_cap:
         return "own_cap"
-    # Unless the error says that something else refused.
+    # `False`: the error says that something else than the cap refused.
     capped = evidence.cap_bytes is not None and evidence.says_own_cap is None
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
@@ -116,23 +115,23 @@ def needed_bytes(evidence: Evidence) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Climb:
-    """How many processes one task run has had, and how much they were given."""
+    """The processes of one task run so far, and the memory that they were given."""
 
-    #: Processes that it has had.
+    #: Number of its processes.
     processes: int = 1
-    #: Out-of-memory in a row that were not its own.
+    #: Consecutive out-of-memory errors with another cause than `own_cap`.
     shared: int = 0
     #: The last process had a whole device.
     whole_device: bool = False
-    #: Most bytes that a rung has given; 0: none has.
+    #: Most bytes given after an out-of-memory; 0: none yet.
     reached_bytes: int = 0
-    #: The last process was given what the error of a probe beside others said it needs.
+    #: The last process got the bytes in the error of a probe beside others.
     from_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What the next process gets."""
+    """Memory that the next process of a task run gets."""
 
     climb: Climb
     #: Bytes to reserve on each device; `None`: a device to itself, all that it has free.
@@ -149,18 +148,11 @@ def next_rung(
     whole_bytes: int = 0,
     alike: bool = True,
 ) -> Rung | str:
-    """Return what the next process gets.
+    """Return the memory of the next process, or, if there is none, the reason as text for the error.
 
-    Args:
-        climb: The processes so far, with the one that has just failed.
-        cause: From `classify`.
-        evidence: Of the last out-of-memory.
-        capacity_bytes: Bytes that could ever be reserved on the largest device that the task may use.
-        whole_bytes: Bytes that are known to be enough for past runs, their first steps included; 0: not known.
-        alike: All devices that the task may use are of one model.
-
-    Returns:
-        What it gets; or, where it gets none, the reason, as text for the error.
+    `capacity_bytes` is the most that could ever be reserved on the largest device that the task may use, `whole_bytes`
+    is known to be enough for past runs with their first steps (0: not known). `climb` counts the process that has
+    just failed. `alike`: all devices that the task may use are of one model.
     """
     needed, wanted = needed_bytes(evidence), _wanted(evidence)
     budget = format_bytes(evidence.budget_bytes)
@@ -197,11 +189,9 @@ def next_rung(
 def _give_needed(
     climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
 ) -> Rung:
-    """Return the next try after a probe beside others: the bytes that its error says it needs, then a whole device.
-
-    Its cap was what its neighbours left, so a multiple of it says nothing. The error says what one allocation wanted, not
-    what comes after it: a whole device is next, and the body begins three times at most.
-    """
+    """Return the memory after a probe beside others: the bytes that its error says it needs, then a whole device."""
+    # Its cap was what its neighbours left, so a multiple of it says nothing. The error names one allocation and not
+    # those after it: a whole device is next, and the body begins three times at most.
     asked = int((needed_bytes(evidence) or 0) * WANTED_FACTOR)
     enough = asked > (evidence.budget_bytes if cause == "own_cap" else 0)
     from_error = evidence.shared_probe and enough and asked < capacity_bytes
@@ -215,7 +205,7 @@ def _give_needed(
 
 
 def _shortage(cause: Cause, evidence: Evidence) -> str:
-    """Return what went wrong, as the log says it."""
+    """Return what went wrong, as text for the log."""
     budget = format_bytes(evidence.budget_bytes)
     if cause == "own_cap":
         return f"{budget} were not enough"
@@ -231,14 +221,9 @@ def _wanted(evidence: Evidence) -> str:
 def last_words(
     cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int, kind: DeviceKind
 ) -> str:
-    """Return why a task run ends out of memory and what to write next time, for its state.
+    """Return why a task run ends out of memory and what to write next time, as text for its state.
 
-    Args:
-        cause: From `classify`.
-        evidence: Of its last out-of-memory.
-        rung: From `next_rung`. A rung is what the task run would get without `gpu:oom=fail`.
-        capacity_bytes: As for `next_rung`.
-        kind: Of its devices.
+    `rung` and `capacity_bytes` are those of `next_rung`; a `Rung` is what the task run would get without `gpu:oom=fail`.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung

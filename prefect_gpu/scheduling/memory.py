@@ -1,4 +1,4 @@
-"""How much memory of a device is free for new reservations, and what did not come back.
+"""Free memory of a device for new reservations, and memory that ended processes did not give back.
 
 Pure arithmetic over one snapshot. The formula:
 
@@ -6,8 +6,8 @@ Pure arithmetic over one snapshot. The formula:
     free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
                  - headroom
 
-Probes that share a device are reserved for at their caps, which may add up to more than the device has. For one more probe
-they count at less (`probes`), unless a task with a budget is on the device.
+Shared probes are reserved at their caps, which may add up to more than the device has. For one more probe they count
+less (`probes`), unless a task with a budget is on the device.
 
 Which device a task gets is decided in `placement`.
 """
@@ -29,10 +29,10 @@ OVERSHOOT_BYTES = 64 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """One device as a scheduling pass sees it: a snapshot of it less the reservations."""
+    """One device in a scheduling pass: a snapshot less the reservations."""
 
     snapshot: DeviceSnapshot
-    #: Bytes free for new reservations; negative where other processes took what is reserved.
+    #: Bytes free for new reservations; negative where foreign processes took reserved memory.
     free_bytes: int
     #: Bytes that processes of other programs hold.
     foreign_bytes: int
@@ -45,17 +45,17 @@ class DeviceState:
 
     @property
     def free_for_probes_bytes(self) -> int:
-        """Bytes free for one more probe, by what the others on the device count for it."""
+        """Bytes free for one more probe: other probes there count at less than their caps."""
         return self.free_bytes if self.probe_bytes is None else self.probe_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Bytes free for a task of either kind: with a budget, or a probe."""
+        """Bytes free for a probe or a task with a budget, whichever are more."""
         return max(self.free_bytes, self.free_for_probes_bytes)
 
     @property
     def has_budgets(self) -> bool:
-        """Whether a task that is no shared probe is on it."""
+        """Whether a task that is not a shared probe is on the device."""
         return any(reservation.probe is None for reservation in self.reservations)
 
     @property
@@ -85,18 +85,11 @@ def measure(
     roots: Mapping[int, str],
     stand_ins: Mapping[str, int],
 ) -> dict[str, int]:
-    """Attribute the bytes of one device to our requests.
+    """Return the bytes that each request holds on one device; requests that hold nothing are left out.
 
-    Args:
-        snapshot: One reading of the device.
-        roots: Process id of each child process that may use this device, to its request's id.
-        stand_ins: Request id to bytes as the child's own counters (plus the measured context)
-            give them, for devices that cannot attribute memory to a process (WSL, some
-            containers and MIG set-ups), and as another flow has measured them, for processes
-            that have no id here (containers).
-
-    Returns:
-        Bytes by request id; a request that holds nothing here is left out.
+    `roots` has the request id of each child process that may use the device, by process id. `stand_ins` has bytes by
+    request id: from the child's own counters plus the measured context, for devices that cannot attribute memory to a
+    process (WSL, some containers and MIG set-ups), and from another flow, for processes without an id here (containers).
     """
     measured: dict[str, int] = {}
     untold: set[str] = set()
@@ -110,8 +103,8 @@ def measure(
             untold.add(request_id)
         else:
             measured[request_id] = measured.get(request_id, 0) + process.used_bytes
-    # A stand-in can only explain memory that no process is listed with: a task that computes on the first
-    # of its two devices holds nothing on the second, whatever its counters say.
+    # A stand-in explains only memory of unlisted processes: a task that computes on the first of its two devices holds
+    # nothing on the second, whatever its counters say.
     unlisted = max(0, snapshot.used_bytes - listed)
     for request_id in dict.fromkeys((*roots.values(), *stand_ins)):
         if request_id in untold or request_id not in measured:
@@ -124,7 +117,7 @@ def measure(
 
 
 def lent_bytes(reservations: Iterable[Reservation]) -> Mapping[str, int]:
-    """Return the bytes of a device that requests lend to others there, by the id of the lender."""
+    """Return the bytes that requests lend to others on a device, by the lender's id."""
     lent: Counter[str] = Counter()
     for reservation in reservations:
         for lender, size_bytes in reservation.loans:
@@ -139,24 +132,19 @@ def device_state(
     headroom_bytes: int,
     probe_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceState:
-    """Compute what one device has free.
+    """Return the state of one device.
 
-    Args:
-        snapshot: One reading of the device.
-        reservations: All on this device.
-        measured: Bytes on this device by request id, from `measure`.
-        headroom_bytes: Kept free for what is not counted.
-        probe_counts: Request id to the bytes at which a shared probe counts for other probes (`probes.counted_bytes`);
-            one that is missing counts at its cap.
+    `measured` is from `measure`; `headroom_bytes` stay free for memory that is not counted. `probe_counts` has the bytes
+    at which a shared probe counts for other probes (`probes.counted_bytes`), by request id; if missing, its cap.
     """
     counted, usable = sum(measured.values()), snapshot.usable_bytes
     foreign = max(0, snapshot.used_bytes - counted)
-    #: By how much less probes count for another probe.
+    #: Bytes by which probes count less for another probe.
     less_bytes, budgets = 0, False
     lent = lent_bytes(reservations)
     for reservation in reservations:
         held = measured.get(reservation.request_id, 0)
-        # What it lends counts for the borrower.
+        # Lent bytes count for the borrower.
         most = max(reservation.reserved_bytes - lent.get(reservation.request_id, 0), held)
         counted += most - held
         if reservation.probe is None:
@@ -181,9 +169,7 @@ def device_state(
 def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
     """Return the bytes in use that no listed process holds, to which leaks add.
 
-    Returns:
-        `None` where the bytes of processes are not known, or on host devices, where the kernel takes
-        everything back from a process that is gone.
+    `None`: not known by process, or a host device, where the kernel takes back all memory of an ended process.
     """
     if snapshot.device.kind == "host" or snapshot.error or not snapshot.device.attributed:
         return None
@@ -197,11 +183,11 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What a snapshot of a device says about a process that has ended."""
+    """Memory of an ended process, as a snapshot of its device shows it."""
 
-    #: Nothing of it is left: its reservation can be released.
+    #: Nothing of the process is left: its reservation can be released.
     complete: bool
-    #: Bytes that are still missing; `None`: cannot be told on this device.
+    #: Bytes still missing; `None`: cannot be told on this device.
     missing_bytes: int | None
 
 
@@ -220,9 +206,8 @@ def judge_recovery(
         root_pid: The process.
         ownerless_before: `ownerless_bytes` of the device before the process started.
         tolerance_bytes: Difference on an otherwise empty device that is not reported.
-        bookkeeping_bytes: What the driver keeps for each process that it lists, beside what it
-            lists it with: others may have come since.
-        suspended_bytes: What it keeps for processes that it does not list, because they are suspended.
+        bookkeeping_bytes: The driver's memory for each listed process beside the listed bytes: others may have come since.
+        suspended_bytes: The driver's own memory for suspended processes, which it does not list.
     """
     if snapshot.error:
         return Recovery(complete=False, missing_bytes=None)

@@ -1,12 +1,11 @@
-"""What becomes of requests that were made inside a GPU task while that task waits for them and holds memory.
+"""Requests made inside a GPU task that waits for them while it holds memory.
 
-Pure. A request made inside a task is *stuck* if it cannot start before a task ends that itself waits for such a request.
-A stuck request gets memory from the reservations of its own ancestors, the tasks around it: bytes that an ancestor has
-reserved and does not use are lent, and its reservation counts for less until the borrower has ended. If even that is too
-little, the request is hopeless, and one hopeless request at a time is refused.
+Pure. A request made inside a task is *stuck* if it cannot start before the end of a task that itself waits for such a
+request. A stuck request gets memory from the reservations of its ancestors, the tasks around it: an ancestor lends its
+unused bytes, and its reservation counts for less until the borrower has ended. If even that is too little, the request
+is hopeless; one hopeless request at a time is refused.
 
-The order of all other requests is in `scheduling_pass`, the choice of a device in `placement`. Which body waits is
-found out by its own process.
+All other requests are ordered in `scheduling_pass`. The process of a body finds out whether the body waits.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from prefect_gpu.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A request that holds devices, as far as requests made inside it depend on it."""
+    """A request that holds devices and inside which requests may be made."""
 
-    #: The requests of the GPU tasks around it, by id, the outermost first.
+    #: Requests of the GPU tasks around it, by id, the outermost first.
     ancestors: tuple[str, ...] = ()
-    #: Its body is blocked until tasks that it has submitted end.
+    #: Its body is blocked until tasks that it submitted end.
     waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """The values that the decisions of this module depend on."""
+    """Holders, reservations and measured memory of all devices after a pass."""
 
     #: All devices, with the reservations of the pass so far.
     states: Sequence[DeviceState]
-    #: All requests that hold devices, by id. A reservation of another one is of a task that does not wait.
+    #: All requests that hold devices, by id. The task of any other reservation does not wait.
     holders: Mapping[str, Holder]
     #: By device and request id: bytes that the process holds.
     measured: Mapping[DeviceKey, Mapping[str, int]]
@@ -55,13 +54,13 @@ class Scene:
         return request_id in self.holders and self.holders[request_id].waits
 
     def unused_bytes(self, reservation: Reservation, lent: Mapping[str, int]) -> int:
-        """Return the bytes of a reservation that its process does not hold and that are not lent."""
+        """Return the bytes of a reservation that are neither held by its process nor lent."""
         request_id = reservation.request_id
         held = self.measured.get(reservation.device_key, {}).get(request_id, 0)
         return max(0, reservation.reserved_bytes - lent.get(request_id, 0) - held)
 
     def after(self, request: Request, placement: Placement) -> Scene:
-        """Return the scene once a request was placed."""
+        """Return the scene with one more request placed."""
         held = {each.device_key: each for each in placement.reservations}
         return Scene(
             [s.after(held[s.device.key]) if s.device.key in held else s for s in self.states],
@@ -72,10 +71,10 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """What is done for requests that are stuck."""
+    """Placements of stuck requests, or a request to refuse."""
 
     placements: tuple[tuple[Request, Placement], ...] = ()
-    #: The request that is to be refused, if it is hopeless for longer than a moment; `None`: none is.
+    #: Request to refuse if it is hopeless for longer than a moment; `None`: there is none.
     hopeless: Request | None = None
 
 
@@ -86,19 +85,13 @@ def rescue(
     max_tasks: int | None = None,
     now_s: float = 0.0,
 ) -> Rescue:
-    """Place stuck requests of this broker in memory that their ancestors lend, or find the one that is to be refused.
+    """Place stuck requests of this broker in memory that their ancestors lend, or find one that is to be refused.
 
-    A stuck request is not held up by devices that are kept for others: these wait for its ancestors.
+    Devices kept for other requests do not stop a stuck request: these wait for its ancestors. Of several hopeless
+    requests the last in the queue is refused: the end of its ancestor may be enough for the others.
 
-    Args:
-        waiting: The requests made inside a task that a scheduling pass has left waiting, of all brokers.
-        scene: What is held after the pass.
-        style: As for `Board`.
-        max_tasks: Most tasks on a device at a time; tasks that wait are not counted. `None`: as many as fit.
-        now_s: Monotonic seconds.
-
-    Returns:
-        Of several hopeless requests the last in the queue is refused: the end of its ancestor may be enough for the others.
+    `waiting` has the requests made inside a task that a scheduling pass has left waiting, of all brokers. `max_tasks` is
+    the most tasks on a device at a time, waiting tasks not counted; `None`: as many as fit.
     """
     stuck = find_stuck(waiting, scene, lends=False)
     placements: list[tuple[Request, Placement]] = []
@@ -117,15 +110,11 @@ def rescue(
 
 
 def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str]:
-    """Return the ids of the waiting requests that can start only after a task has ended that waits for one of them.
+    """Return the ids of requests that can start only after the end of a task that waits for one of them.
 
-    A task ends if it does not wait, or if all that was submitted inside it ends. A request ends if it starts, and it starts
-    if a device could hold it beside the tasks of which it is not known that they end.
-
-    Args:
-        waiting: Requests made inside a task.
-        scene: What is held.
-        lends: Whether ancestors that wait lend what they do not use.
+    A task ends if it does not wait, or if all requests made inside it end. A request ends if it starts, and it starts
+    if a device could hold it beside all tasks without a known end. `lends`: waiting ancestors lend
+    their unused memory.
     """
     left = {request.id: request for request in waiting}
     inside: dict[str, set[str]] = {}
@@ -147,7 +136,7 @@ def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str
 
 
 def _could_start(request: Request, scene: Scene, staying: Collection[str], lends: bool) -> bool:
-    """Return whether a request could start once all tasks but some have ended."""
+    """Return whether a request could start once all tasks except `staying` have ended."""
     try:
         eligible = select_devices(request, scene.states)
     except PlacementError:
@@ -173,7 +162,7 @@ def _could_start(request: Request, scene: Scene, staying: Collection[str], lends
 
 
 def _is_quiet(request: Request, scene: Scene) -> bool:
-    """Return whether all tasks on a request's devices wait, and nothing that was submitted inside them runs."""
+    """Return whether all tasks on a request's devices wait, and no task submitted inside them runs."""
     busy = {a for i, h in scene.holders.items() if not h.waits for a in (i, *h.ancestors)}
     try:
         states = select_devices(request, scene.states)
@@ -197,7 +186,7 @@ def _lend(
     max_tasks: int | None,
     now_s: float,
 ) -> Placement | None:
-    """Place a request as if what its ancestors lend were free; `None`: there is too little now."""
+    """Place a request as if its ancestors' unused memory were free; `None`: there is too little now."""
     lenders = _lenders(request, scene)
     states = [
         state
@@ -209,7 +198,7 @@ def _lend(
     try:
         chosen = board.choose(request, board.named(request))
     except PlacementError:
-        # A device that it names has tasks enough.
+        # A device that the request names has `max_tasks` tasks.
         return None
     if chosen is None:
         return None
@@ -222,10 +211,8 @@ def _lend(
 
 
 def _seen_from_inside(state: DeviceState, scene: Scene, lenders: Collection[str]) -> DeviceState:
-    """Return a device as a stuck request sees it: its ancestors are not there, and what they do not use is free.
-
-    First runs that wait count at what they hold, for their reservations may add up to more than the device has.
-    """
+    """Return a device for a stuck request: without its ancestors, and with their unused memory free."""
+    # Waiting first runs count at their held memory: their reservations may add up to more than the device has.
     lent = lent_bytes(state.reservations)
     more = sum(
         scene.unused_bytes(each, lent)
@@ -245,7 +232,7 @@ def _loans(
     scene: Scene,
     lenders: Collection[str],
 ) -> tuple[tuple[str, int], ...]:
-    """Return which ancestors lend how much of a reservation, the nearest first; what is left of it is free memory."""
+    """Return the bytes of a reservation that each ancestor lends, the nearest first; the rest is free memory."""
     lent = lent_bytes(state.reservations)
     unused = Counter(
         {
@@ -265,7 +252,7 @@ def _loans(
 
 
 def refusal(request: Request, scene: Scene) -> PlacementError:
-    """Return the error of a hopeless request: who holds what, and what to write instead."""
+    """Return the error of a hopeless request, with the holders of memory and advice."""
     whose = set(request.ancestors)
     devices: list[str] = []
     outer = "the outer task"

@@ -1,15 +1,15 @@
-"""What a request asks of a device, whether it can have it now, later or never, and why.
+"""Whether a request fits a device now, later or never, why, and which device it gets.
 
-Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or
-several; several are always of one node. Which request is considered when, and what a node has for processes, is in
-`scheduling_pass`; which devices are held back for blocked requests in `backfill`.
+Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or several of
+one node. `scheduling_pass` decides when a request is considered and knows the host resources of nodes; `backfill`
+holds devices back for blocked requests.
 
-Among the devices that a request may have and that hold it now, the preference is, first to last:
+Among the devices that a request may have and that have room for it now, the preference is, first to last:
 
 1. those that are not busy: a task there is slow for as long as it runs;
 2. those that come first in `gpu:device`;
 3. those of a node with a ready standby of the request's kind: it saves the task the seconds of its imports;
-4. those that the placement style prefers.
+4. those of the placement style.
 
 No request waits for a preferred device while another one holds it.
 """
@@ -31,8 +31,7 @@ from prefect_gpu.scheduling.probes import allowance_bytes, offered_bytes, probe_
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, shown_bytes, shown_names
 from prefect_gpu.units import GIB, format_bytes
 
-#: A device that computes for more of the time than this is chosen only if no other fits: one more task
-#: would slow down all that run there.
+#: A device that computes for more of the time is chosen only if no other fits: one more task would slow down all there.
 BUSY_FRACTION = 0.8
 
 #: Most devices or nodes that a message about a cluster lists.
@@ -41,27 +40,25 @@ MOST_LISTED = 16
 #: Returns whether a request may have the device at a position of the board.
 Allows: TypeAlias = Callable[[int, Request], bool]
 
-#: The devices that a request's tags name, in the order of `gpu:device`: the position of each on the board, and of
-#: its name in the tag. Devices of several nodes may have the same name there; where only nodes are named, it is
-#: 0 for all.
+#: Devices that a request's tags name, in the order of `gpu:device`: position on the board to position of the name in
+#: the tag. Devices of several nodes may share a name; where only nodes are named, it is 0 for all.
 Named: TypeAlias = Mapping[int, int]
 
 
 class Board:
-    """All devices as one scheduling pass sees them. It is made anew for each pass.
+    """All devices in one scheduling pass. A board is made anew for each pass, and placements are booked on it.
 
-    Placements of the pass are booked on it. Those of its devices that can take another task are sorted by free
-    memory, so that choosing one costs little however many devices there are. A device is named by its position
-    in `states`.
+    Devices that can take another task are sorted by free memory, so that choosing costs little however many there are.
+    A device is identified by its position in `states`.
 
     Args:
         states: All devices, from one reading.
         style: `spread` prefers the device with most free memory: on large devices tasks slow each other down
             long before memory runs out. `pack` prefers the one with least.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        around: What the GPU tasks around this process hold. They do not count as tasks.
+        around: Reservations of the GPU tasks around this process. They do not count as tasks.
         least_bytes: No request asks for less; a device with less free is not considered.
-        standbys: By kind, as in `Request.standby`, and by node: standbys that wait for a task.
+        standbys: Number of standbys that wait for a task, by kind (`Request.standby`) and node.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Board:
         standbys: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
         self.states = list(states)
-        #: As `standbys`, less those that requests of the pass will take. No number is 0.
+        #: `standbys` less those taken in this pass; no number is 0.
         self._standbys = {
             kind: {node: count for node, count in nodes.items() if count > 0}
             for kind, nodes in standbys.items()
@@ -83,8 +80,7 @@ class Board:
         self._around = Counter(reservation.device_key for reservation in around)
         self._sign = -1 if style == "spread" else 1
         self._least_bytes = least_bytes
-        #: Devices that can take another task, the preferred first, as a sort key and a position. First those
-        #: that are not busy, then those that are.
+        #: Devices that can take another task, preferred first, as sort key and position: those not busy, then busy ones.
         self._open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for at, state in enumerate(self.states):
             if state.room_bytes >= least_bytes and self._takes_more(state):
@@ -93,7 +89,7 @@ class Board:
             order.sort()
         #: Bytes that each device could give if it were empty, the largest first.
         self._capacities = sorted([state.capacity_bytes for state in self.states], reverse=True)
-        #: By number of devices: the bytes that each of so many devices of one node could give if they were empty.
+        #: By number of devices: bytes that each of so many devices of one node could give if they were empty.
         self._node_capacities: dict[int, int] = {}
 
     @cached_property
@@ -115,7 +111,7 @@ class Board:
         return {state.snapshot.device.key: at for at, state in enumerate(self.states)}
 
     def named(self, request: Request) -> Named | None:
-        """Return the devices that a request's tags name, in the order of its tag; `None`: any.
+        """Return the devices that a request's tags name; `None`: any.
 
         Raises:
             PlacementError: A device or a node that was named is not there.
@@ -128,16 +124,13 @@ class Board:
         return {self.positions[state.device.key]: place for state, place in found}
 
     def states_of(self, request: Request) -> Sequence[DeviceState]:
-        """Return the devices of the nodes that a request names; all, where it names none or one that is not there."""
+        """Return the devices of the nodes that a request names; all, if it names none or a missing one."""
         if not request.nodes or not all(name in self.nodes for name in request.nodes):
             return self.states
         return [self.states[at] for name in request.nodes for at in self.nodes[name]]
 
     def surely_fits(self, request: Request) -> bool:
-        """Return whether a request could be placed if all devices were empty.
-
-        False where that depends on the device: it has a name or a model.
-        """
+        """Return whether a request fits on empty devices; false where that depends on a device's name or model."""
         return self._surely_hold(request, self._capacity_bytes(request.count))
 
     def all_surely_fit(self, request: Request) -> bool:
@@ -157,7 +150,7 @@ class Board:
         return least_bytes <= capacity_bytes > 0
 
     def _capacity_bytes(self, count: int) -> int:
-        """Return the bytes that each of `count` devices of one node could give if they were empty; 0: none has so many."""
+        """Return the bytes of each of `count` empty devices of one node; 0: no node has so many."""
         if count > len(self._capacities):
             return 0
         if count == 1 or not self.several_nodes:
@@ -172,14 +165,11 @@ class Board:
         return self._node_capacities[count]
 
     def could_hold(self, request: Request, at: int) -> bool:
-        """Return whether a device could hold a request once all has ended there."""
+        """Return whether a device could hold a request once all tasks there have ended."""
         return could_hold(request, self.states[at])
 
     def could_use(self, request: Request, named: Named | None, at: int) -> bool:
-        """Return whether a device could be one of those that a request gets, once all has ended.
-
-        As `could_hold`, but the other devices that it asks for must be on the same node.
-        """
+        """Return whether a device could be one of a request's devices, all of one node, once all tasks have ended."""
         if (named is not None and at not in named) or not self.could_hold(request, at):
             return False
         if request.count == 1 or not self.several_nodes:
@@ -222,20 +212,12 @@ class Board:
         kept: Container[int] = (),
         allows: Allows = lambda at, request: False,
     ) -> list[int] | None:
-        """Choose devices that can hold a request now: busy ones only if the others are too few.
+        """Choose devices that can hold a request now, busy devices only if the others are too few; `None`: it must wait.
 
         All are of one node, if possible of one with a ready standby. Of several such nodes it is the one whose last
-        device is preferred to that of the others: a task on several devices is as slow as the one where it has to
-        share most.
+        device is preferred: a task on several devices is as slow as the one where it shares most.
 
-        Args:
-            request: `check_possible` has passed.
-            named: The devices that its tags name; `None`: any.
-            kept: Devices that not every request may have.
-            allows: Returns whether it may have one of these.
-
-        Returns:
-            As many as it asks for, or `None`: it must wait.
+        The request has passed `check_possible`. `allows` decides whether it may have a device of `kept`.
         """
         if named is not None:
             return self._choose_named(request, named, kept, allows)
@@ -255,15 +237,7 @@ class Board:
         allows: Allows,
         nodes: Container[str] | None = None,
     ) -> list[int] | None:
-        """Return the first devices of sorted lists that fit and are of one node, as many as a request asks for.
-
-        Args:
-            request: As `choose`.
-            orders: The lists, the preferred first.
-            kept: As `choose`.
-            allows: As `choose`.
-            nodes: The nodes to choose from; `None`: any.
-        """
+        """Return the first devices of sorted lists that fit and are of one node (of `nodes`), as many as requested."""
         by_node: dict[str, list[int]] = {}
         for order in orders:
             for at in self._prefer(request, order, kept, allows, nodes):
@@ -276,9 +250,9 @@ class Board:
     def _choose_named(
         self, request: Request, named: Named, kept: Container[int], allows: Allows
     ) -> list[int] | None:
-        """Choose among named devices: the first in the tag's order, and of one name the preferred one."""
+        """Choose among named devices: the first in the tag's order, the preferred one among devices of one name."""
         ready = self._standbys.get(request.standby, ())
-        #: By node: how much each device is preferred, and its position.
+        #: By node: rank and position of each device.
         by_node: dict[str, list[tuple[bool, int, bool, int, int]]] = {}
         for at, place in named.items():
             if (at in kept and not allows(at, request)) or not self.fits(request, at):
@@ -302,19 +276,13 @@ class Board:
         return fits_now(request, self.states[at]) and self._takes_more(self.states[at])
 
     def close(self, nodes: Collection[str]) -> None:
-        """Consider the devices of some nodes no more, except for requests that name devices or nodes."""
+        """Exclude the devices of some nodes from now on, except for requests that name devices or nodes."""
         closed = {at for node in nodes for at in self.nodes.get(node, ())}
         for order in self._open if closed else ():
             order[:] = [each for each in order if each[1] not in closed]
 
     def place(self, request: Request, chosen: Sequence[int], now_s: float = 0.0) -> Placement:
-        """Book a request on the devices that `choose` has returned, and return its placement.
-
-        Args:
-            request: What is asked.
-            chosen: The devices that it gets, in order; each can hold it now.
-            now_s: Monotonic seconds.
-        """
+        """Book a request on devices from `choose`, in order; return its placement."""
         ends_s = None if request.expected_s is None else now_s + request.expected_s
         reservations: list[Reservation] = []
         # One cap for all devices of a probe: frameworks that take a fraction take the same of each.
@@ -348,7 +316,7 @@ class Board:
         )
 
     def _take_standby(self, request: Request, node: str) -> None:
-        """Count a standby less for further requests: one was placed on a node, where it takes a ready standby."""
+        """Count one ready standby less on a node: a placed request takes it."""
         ready = self._standbys.get(request.standby, {})
         if node in ready:
             ready[node] -= 1
@@ -373,9 +341,9 @@ class Board:
         allows: Allows,
         nodes: Container[str] | None,
     ) -> Iterator[int]:
-        """Yield the positions of a sorted list that fit and are of some nodes, the preferred first."""
+        """Yield the fitting positions of a sorted list on some nodes, the preferred first."""
         memory = request.memory
-        # The same bytes of each device: those that fit are all at one end of the list.
+        # The same bytes of each device: all fitting devices are at one end of the list.
         same = type(memory) is int
         least_bytes = memory if type(memory) is int else 0
         first = 0 if self._sign < 0 else bisect.bisect_left(order, (least_bytes, -1))
@@ -393,30 +361,30 @@ class Board:
             if same:
                 yield at
             else:
-                # Sorted by what stays free, where devices are asked for different amounts.
+                # The amounts differ by device, so the devices are sorted by the memory that stays free.
                 found.append((key - self._sign * (need_bytes(request, state) or 0), at))
         found.sort()
         for _, at in found:
             yield at
 
     def _takes_more(self, state: DeviceState) -> bool:
-        """Return whether a device can take another task, as far as its memory allows."""
+        """Return whether a device can take another task, memory aside."""
         if self._max_tasks is not None and len(state.reservations) >= self.max_tasks_on(state):
             return False
         return is_open(state)
 
 
 def _is_busy(state: DeviceState) -> bool:
-    """Return whether a device computes so much that another task is better placed elsewhere."""
+    """Return whether a device computes so much that another task should go elsewhere."""
     busy = state.snapshot.busy_fraction
     return busy is not None and busy > BUSY_FRACTION
 
 
-#: Which device is chosen among those that fit: the one with most free memory, or with least.
+#: Preferred device among those that fit: the one with most free memory, or with least.
 PlacementStyle = Literal["spread", "pack"]
 
-#: A task that has a device to itself is not started with less than this: a context alone takes
-#: 0.5 to 1.2 GiB (measured on an H200 with PyTorch and TensorFlow); smaller devices: a quarter.
+#: Least bytes for a task with a device to itself: a context alone takes 0.5 to 1.2 GiB (measured on an H200 with
+#: PyTorch and TensorFlow). Smaller devices: a quarter.
 LEAST_WHOLE_BYTES = 2 * GIB
 
 
@@ -487,7 +455,7 @@ def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
 def _misnamed(
     request: Request, name: str, matches: int, states: Sequence[DeviceState]
 ) -> PlacementError:
-    """Return the error of a name that is not that of one device."""
+    """Return the error of a name that does not match exactly one device."""
     problem = "names more than one device" if matches else "names no device"
     where = f" on node {_join(request.nodes)}" if request.nodes else ""
     if not any(state.device.in_cluster for state in states):
@@ -509,7 +477,7 @@ def _join(names: Collection[str]) -> str:
 
 
 def _shorten(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the first of many texts, and how many more there are."""
+    """Return the first of many texts, and the number of the others."""
     more = len(texts) - MOST_LISTED
     return (*texts[:MOST_LISTED], f"and {more} more") if more > 0 else tuple(texts)
 
@@ -517,11 +485,10 @@ def _shorten(texts: Sequence[str]) -> tuple[str, ...]:
 def need_bytes(request: Request, state: DeviceState) -> int | None:
     """Return the bytes that a request asks of one device; `None`: all that is free.
 
-    A percentage is of the device's total, but never more than can be reserved: 100 % is everything
-    that the driver and the headroom leave.
+    A percentage is of the device's total, at most its capacity: 100 % is all that driver and headroom leave.
     """
     if type(request.memory) is int:
-        # The common case; a pass asks this of each shape.
+        # The common case, which a pass asks for each shape.
         return request.memory
     need = request.need_bytes(state.device)
     if need is not None and isinstance(request.memory, float):
@@ -530,18 +497,14 @@ def need_bytes(request: Request, state: DeviceState) -> int | None:
 
 
 def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
-    """Check that a request could be placed on the empty machine.
-
-    Args:
-        request: What is asked.
-        states: All devices of the runner.
+    """Check that a request could be placed if all devices of the runner, `states`, were empty.
 
     Raises:
-        PlacementError: It can never be placed; the message says what the largest device is.
+        PlacementError: It can never be placed; the message names the largest device.
     """
     eligible = select_devices(request, states)
     several = have_several_nodes(eligible)
-    #: The devices that it could get together.
+    #: Sets of devices of which a request's devices may be chosen together.
     groups = [eligible]
     if several and request.count > 1:
         by_node: dict[str, list[DeviceState]] = {}
@@ -586,7 +549,7 @@ def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
 
 
 def could_hold(request: Request, state: DeviceState) -> bool:
-    """Return whether a device could hold a request once all has ended there."""
+    """Return whether a device could hold a request once all tasks there have ended."""
     return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
 
 
@@ -603,14 +566,14 @@ def fits_now(request: Request, state: DeviceState) -> bool:
 
 
 def shares(request: Request, state: DeviceState) -> bool:
-    """Return whether a request is that of a probe which may have other tasks beside it on a device."""
+    """Return whether a request is a probe that may share a device with other tasks."""
     if not request.probe_fraction or request.exclusive:
         return False
     return request.confirms_probe or request.need_bytes(state.device) is None
 
 
 def least_whole_bytes(state: DeviceState) -> int:
-    """Return the free bytes below which a device is not given to a task that asks for all of it."""
+    """Return the least free bytes with which a device is given to a task that asks for all of it."""
     return min(LEAST_WHOLE_BYTES, state.capacity_bytes // 4)
 
 
@@ -625,7 +588,7 @@ def is_open(state: DeviceState) -> bool:
 
 
 def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
-    """Return how large each device is, as texts for a refusal; of a cluster, the first devices."""
+    """Return the size of each device as text for a refusal; of a cluster, the first devices."""
     if not states:
         return ()
     texts = [
@@ -639,7 +602,7 @@ def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
 def device_reason(
     request: Request, states: Sequence[DeviceState], max_tasks: int | None = None
 ) -> Reason:
-    """Return why a request waits for devices, of which it may use `states`; `max_tasks` is that of `Board`."""
+    """Return why a request waits for the devices in `states`, all that it may use; `max_tasks` is that of `Board`."""
     needs = {need_bytes(request, state) for state in states}
     probes = None in needs and any(shares(request, state) for state in states)
     if probes:

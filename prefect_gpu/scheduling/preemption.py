@@ -1,17 +1,17 @@
 """Which running tasks are suspended so that a blocked request can start.
 
-The memory of a suspended process is on the host; its return is a request in the queue. Whether a process may be
-suspended at all is decided in `suspension.eligibility`, which also says how.
+The memory of a suspended process is on the host; a request in the queue resumes it. `suspension.eligibility` decides
+whether and how a process may be suspended at all.
 
 - On each device at most one task is suspended for a request: the cheapest one without which the request fits there. A
-  request for several devices gets the devices where that costs least. A device on which it fits costs nothing.
-- A task is suspended for a request of higher priority. For any other request it is moved: another device has the room
-  for it, so its return is placed first, and the wait that is saved is longer than the move.
-- The cost is the seconds out and in. A task that was asked before costs nothing, so a plan stays the same while nothing
-  else changes.
+  request for several devices gets the devices where that costs least. A device with room costs nothing.
+- A task is suspended for a request of higher priority. For any other request it is moved: another device has room for
+  it, so its return is placed first, and the wait that is saved is longer than the move.
+- The cost is the seconds to the host and back. A task that was asked before costs nothing, so a plan stays the same
+  while nothing else changes.
 
-A task of which the end is not known is expected to run for as long again as it has run; one that is overdue, for as
-long again as it is overdue. Pure: it decides over values, as all of this folder does.
+A task with unknown end is expected to run for as long again as it has run; an overdue one, for as long again as it is
+overdue. Pure.
 """
 
 from __future__ import annotations
@@ -37,45 +37,44 @@ from prefect_gpu.scheduling.scheduling_pass import Shape
 from prefect_gpu.units import GIB
 
 #: Bytes a second from a device to the host and back: 32 GiB took 15 to 18 s out and 5.4 to 7.4 s in (H200, driver
-#: 580.159.04), the slowest of which counts. Seconds for a context alone: 0.48 to 0.65 out, 0.27 to 0.29 in.
+#: 580.159.04); the slowest counts. Seconds for a context alone: 0.48 to 0.65 out, 0.27 to 0.29 in.
 OUT_BYTES_S, IN_BYTES_S = 1.7 * GIB, 4.4 * GIB
 FIXED_OUT_S, FIXED_IN_S = 0.5, 0.3
 
-#: Bytes of the machine's memory that no suspended process takes: what the kernel calls available is an estimate.
+#: Bytes of the machine's memory that stay free of suspended processes: the kernel's available memory is an estimate.
 HOST_MARGIN_BYTES = 2 * GIB
 
 #: Requests for which tasks are suspended at the same time.
 HEADS = 4
 
-#: Seconds away that raise the priority of a return by one.
+#: Seconds of suspension that raise the priority of a return by one.
 AGING_S = 600.0
 
-#: Seconds after a return in which a task is not asked again, so that it gets something done.
+#: Seconds after a return in which a task is not suspended again, so that it makes progress.
 REST_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A task that holds devices, as far as that decides whether it is suspended."""
+    """A task that holds devices, with the values that decide whether it is suspended."""
 
     request_id: str
     priority: int
     #: It has one device and may be suspended now.
     preemptible: bool
-    #: Devices of its machine and model that it may come back on; only its own where a tag pins it, or the driver cannot
-    #: move it to another.
+    #: Devices of its machine and model on which it may resume; only its own if a tag pins it or the driver cannot move it.
     devices: tuple[DeviceKey, ...]
-    #: Bytes that a suspension has to carry.
+    #: Bytes that a suspension carries to the host.
     moved_bytes: int
     #: Monotonic seconds of its placement.
     since_s: float
-    #: Monotonic seconds before which it is not asked.
+    #: Monotonic seconds before which it is not suspended.
     rests_until_s: float = 0.0
-    #: The request that it is suspended for; empty: none.
+    #: Id of the request that it is suspended for; empty: none.
     suspended_for: str = ""
     #: Its memory is on the host.
     away: bool = False
-    #: It is suspended for the first runs beside it; see `probes`.
+    #: It is suspended for first runs on its device; see `probes`.
     leaves: bool = False
 
 
@@ -83,34 +82,29 @@ class Running:
 class Plan:
     """The tasks that are suspended so that one request can start.
 
-    A plan may count on room that an earlier plan of the same pass leaves. It is carried out once all its tasks are away
-    and the request fits.
+    It may count on room from an earlier plan of the same pass. It is carried out once all its tasks are suspended and the
+    request fits.
     """
 
     request_id: str
-    #: Where the request is to start.
+    #: Devices for the request.
     devices: tuple[DeviceKey, ...]
-    #: By request id, at most one task on each of `devices`, and whether it is moved: its return is placed first.
+    #: Whether each task is moved (its return is placed first), by request id; at most one task on each device.
     suspended: Mapping[str, bool]
 
 
 def aged_priority(request: Request, away_s: float) -> int:
-    """Return the priority at which a suspended task asks to come back.
-
-    Args:
-        request: Of the task; its priority is that of its tag.
-        away_s: Seconds for which it has been away.
-    """
+    """Return the priority at which a task that is suspended for `away_s` asks to return, from its tag's priority."""
     return request.priority + int(away_s // AGING_S)
 
 
 def out_s(moved_bytes: int) -> float:
-    """Return the seconds that memory of a process takes from a device to the host."""
+    """Return the seconds to move a process's memory from a device to the host."""
     return FIXED_OUT_S + moved_bytes / OUT_BYTES_S
 
 
 def in_s(moved_bytes: int) -> float:
-    """Return the seconds that memory of a process takes from the host to a device."""
+    """Return the seconds to move a process's memory from the host to a device."""
     return FIXED_IN_S + moved_bytes / IN_BYTES_S
 
 
@@ -125,18 +119,16 @@ def plan(
 ) -> list[Plan]:
     """Return plans for the first blocked requests that a suspension helps, at most `HEADS` new ones.
 
-    Plans are made anew in each pass. A task that was asked for a request, and is in no plan of that request any more, is
-    not suspended for it any more.
-
-    The first request that cannot be helped, and each suspended task that waits for its return, keep the devices where
-    they are expected to start soonest from the plans of later requests.
+    Plans are made anew in each pass: a task in no plan of the request that it was asked for is no longer suspended for
+    it. The first request without a plan, and each suspended task that waits for its return, keep the devices where they
+    are expected to start soonest from the plans of later requests.
 
     Args:
         blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
         states: All devices after the placements of the pass.
         running: Tasks that hold devices, by request id.
-        host_room_bytes: Bytes of each machine's own memory that processes could use now, less what is still to come of
-            tasks that are resumed while their memory is on its way out; by `Device.host`.
+        host_room_bytes: By `Device.host`: the machine's own bytes that processes could use now, less the bytes still to
+            come of tasks that are resumed while their memory is on its way out.
         now_s: Monotonic seconds.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
         refuses: Returns whether no process may start for a request on a node now.
@@ -165,34 +157,34 @@ def plan(
 
 
 class _Choice(NamedTuple):
-    """A device that a request could have, and the task that is suspended there for it."""
+    """A device for a request, and the task that is suspended there for it."""
 
     key: DeviceKey
-    #: The task and its reservation; `None`: the request fits without.
+    #: The task and its reservation; `None`: the request fits without a suspension.
     task: Running | None = None
     held: Reservation | None = None
-    #: Another device has the room for that task now.
+    #: Another device has room for that task now.
     moves: bool = False
 
 
 def _new(choices: Iterable[_Choice]) -> list[Running]:
-    """Return the tasks of some choices that were not asked before."""
+    """Return the tasks of some choices that were not asked to suspend before."""
     return [each.task for each in choices if each.task and not each.task.suspended_for]
 
 
 def _cost_s(tasks: Iterable[Running]) -> float:
-    """Return the seconds that the memory of some tasks takes out and in."""
+    """Return the seconds to move the memory of some tasks to the host and back."""
     return sum(out_s(task.moved_bytes) + in_s(task.moved_bytes) for task in tasks)
 
 
 def _rank(choices: Sequence[_Choice]) -> tuple[float, int, int]:
-    """Return what the cheapest choices have the least of: seconds, tasks that are not moved, tasks."""
+    """Return the sort key of choices, cheapest first: seconds, tasks that are not moved, tasks."""
     suspended = [each for each in choices if each.task is not None]
     return _cost_s(_new(choices)), sum(not each.moves for each in suspended), len(suspended)
 
 
 class _Machine:
-    """The devices as they are once earlier plans are carried out. Its arguments are those of `plan`."""
+    """The devices after earlier plans are carried out. Its arguments are those of `plan`."""
 
     def __init__(
         self,
@@ -208,7 +200,7 @@ class _Machine:
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
         self._refuses = refuses
-        #: By machine.
+        #: Own memory for suspended processes, by `Device.host`.
         self._host_bytes = {
             host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
         }
@@ -217,7 +209,7 @@ class _Machine:
                 task = running.get(held.request_id)
                 if task is not None and (task.suspended_for or task.leaves) and not task.away:
                     self._host_bytes[state.device.host] -= task.moved_bytes
-        #: Devices that no later plan has.
+        #: Devices that are kept from later plans.
         self._kept: set[DeviceKey] = set()
         #: Devices and tasks of the plans so far.
         self._taken: set[DeviceKey] = set()
@@ -229,9 +221,9 @@ class _Machine:
         self._kept.update(key for _, key in sorted(times)[: request.count])
 
     def choose(self, request: Request) -> Plan | None:
-        """Choose which tasks are suspended for a request, and book it; `None`: none is, it waits."""
+        """Choose and book the tasks that are suspended for a request; `None`: the request waits."""
         usable = self._usable(request)
-        # The need of a first run beside others is not known, so it is not known what would have to be suspended.
+        # The need of a shared first run is not known, nor how much would have to be suspended.
         if any(shares(request, state) for state in usable):
             return None
         ready = sorted(at_s for _, at_s in self._times(request, usable))
@@ -240,7 +232,7 @@ class _Machine:
         for state in usable:
             if (choice := self._cheapest(request, state, wait_s)) is not None:
                 by_node.setdefault(state.device.host, []).append(choice)
-        # Of equal devices the first ones of the tag.
+        # Among equal devices, the first in the tag's order.
         sets = [
             sorted(choices, key=lambda choice: _rank([choice]))[: request.count]
             for choices in by_node.values()
@@ -248,7 +240,7 @@ class _Machine:
         ]
         best = min((s for s in sets if self._allows(request, s, wait_s)), key=_rank, default=[])
         if all(choice.task is None for choice in best):
-            # There is no way, or it waits for something else.
+            # There is no way, or the request waits for something else.
             return None
         order = [state.device.key for state in usable]
         return self._carry_out(request, sorted(best, key=lambda choice: order.index(choice.key)))
@@ -272,7 +264,7 @@ class _Machine:
     def _times(
         self, request: Request, states: Iterable[DeviceState]
     ) -> Iterator[tuple[DeviceState, float]]:
-        """Yield when devices are expected to have the room for a request, where that is known."""
+        """Yield devices with the time at which they are expected to have room for a request, where known."""
         for state in states:
             held = tuple(replace(r, ends_s=self._end_s(r)) for r in state.reservations)
             at_s = ready_s(request, replace(state, reservations=held), self._now_s, self._most)
@@ -288,13 +280,7 @@ class _Machine:
         return self._now_s + abs(self._now_s - (task.since_s if known_s is None else known_s))
 
     def _cheapest(self, request: Request, state: DeviceState, wait_s: float) -> _Choice | None:
-        """Return the cheapest way to have a request on a device with at most one task suspended; `None`: there is none.
-
-        Args:
-            request: What is asked.
-            state: The device.
-            wait_s: Seconds for which it is expected to wait otherwise.
-        """
+        """Return the cheapest choice on a device with at most one task suspended; `None`: waiting `wait_s` is better."""
         key = state.device.key
         if self._fits(request, state):
             return _Choice(key)
@@ -317,9 +303,9 @@ class _Machine:
         return fits_now(request, state) and len(state.reservations) < self._most
 
     def _may_go(self, task: Running, held: Reservation, request: Request) -> bool:
-        """Return whether a task may be suspended for a request, as far as it alone decides that."""
+        """Return whether a task may be suspended for a request, by the task alone."""
         if task.suspended_for or task.request_id in self._suspended:
-            # It is claimed by the request that it is suspended for, and stays asked whatever the time.
+            # Claimed by the request that it is suspended for, and stays asked whatever the time.
             return task.suspended_for == request.id
         if not task.preemptible or task.away or self._now_s < task.rests_until_s:
             return False
@@ -328,7 +314,7 @@ class _Machine:
         return ends_s is None or ends_s - self._now_s >= out_s(task.moved_bytes)
 
     def _allows(self, request: Request, choices: Sequence[_Choice], wait_s: float) -> bool:
-        """Return whether the host has the room for what is suspended, and to wait is not better."""
+        """Return whether the host has room for the suspended memory, and waiting `wait_s` is not better."""
         new = _new(choices)
         host = self._states[choices[0].key].device.host
         # The request's own process needs some of the host's memory, too.
@@ -345,14 +331,7 @@ class _Machine:
         states: Mapping[DeviceKey, DeviceState],
         taken: Container[DeviceKey],
     ) -> DeviceKey | None:
-        """Return the device that has the room for the return of a task now, the fullest one; `None`: there is none.
-
-        Args:
-            task: It has not left its device.
-            held: Its reservation.
-            states: The devices.
-            taken: Devices of the request that it is suspended for.
-        """
+        """Return the fullest device with room for a task's return now, outside `taken`; `None`: there is none."""
         fits = [
             (state.free_bytes, key)
             for key in task.devices
@@ -368,11 +347,11 @@ class _Machine:
         return min(fits)[1] if fits else None
 
     def _carry_out(self, request: Request, chosen: Sequence[_Choice]) -> Plan | None:
-        """Book a plan, and return it; `None`: two tasks that must be moved have one room between them."""
+        """Book a plan, and return it; `None`: two tasks that must be moved have room for one of them only."""
         states, keys = dict(self._states), tuple(choice.key for choice in chosen)
         suspended: dict[str, bool] = {}
         pairs = [(each.task, each.held) for each in chosen if each.task and each.held]
-        # The largest first: it has the fewest places.
+        # The largest first: it fits on the fewest devices.
         for task, held in sorted(pairs, key=lambda p: (-p[1].reserved_bytes, p[0].request_id)):
             to = self._destination(task, held, states, keys)
             if to is not None:
@@ -403,7 +382,7 @@ class _Machine:
 
 
 def _without(state: DeviceState, held: Reservation) -> DeviceState:
-    """Return a device as it is once the task of a reservation has left it."""
+    """Return a device without a reservation, its bytes free."""
     left = tuple(each for each in state.reservations if each != held)
     free_bytes = state.free_bytes + held.reserved_bytes
     return replace(state, reservations=left, free_bytes=free_bytes, probe_bytes=None)

@@ -1,9 +1,7 @@
-"""Probes that share a device: whether one more may start there, what it is given, and which one leaves it for the others.
+"""Probes that share a device: whether one more may start there, its cap, and which probe leaves if memory runs short.
 
-A probe is a task of which no run has shown what it needs. A probe that has a device to itself is a matter of
-`placement` alone. What a probe's cap counts for is in `memory`; which tasks are probes is in `prefect_gpu.runner.budgets`.
-
-Pure: readings over time, reservations and times come in.
+A probe is a task whose need no run has shown. Pure. A probe with a device to itself is placed as any task (`placement`);
+`memory` counts the caps of probes, and `prefect_gpu.runner.budgets` decides which tasks are probes.
 """
 
 from __future__ import annotations
@@ -16,62 +14,56 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Probe, Request, Reservation
 from prefect_gpu.units import MIB
 
-#: Part of a device that a probe counts for until its growth has settled, and that must be free for one more. A
-#: smaller part starts more of them and ends more of them again: the need of evaluations is 0.4 % to 29 % of an H200
-#: in `benchmarks/makespan.py`.
+#: Part of a device at which a probe counts until its growth has settled, and that must be free for one more. A smaller
+#: part starts more probes and ends more of them again: evaluations need 0.4 % to 29 % of an H200 in
+#: `benchmarks/makespan.py`.
 ALLOWANCE = 1 / 4
 
-#: A probe has settled so many seconds after the device first showed memory of it, if it has not grown for so many
+#: A probe has settled `READY_S` after the device first showed its memory, if it has not grown for `QUIET_S`, both in
 #: seconds. A context is there about a second before the first step is done (H200, PyTorch).
 READY_S = 3.0
 QUIET_S = 1.0
 
-#: Growth by less than the larger of these, in bytes and as a part of what it holds, is none: allocators take
-#: segments of 20 MiB, and contexts grow when a library is loaded.
+#: Growth below the larger of these, bytes and a part of the held memory, does not count: allocators take segments of
+#: 20 MiB, and contexts grow when a library is loaded.
 GROWTH_BYTES = 64 * MIB
 GROWTH_PART = 0.02
 
-#: What a probe may still take beyond its peak, as a factor: once it has settled, and before.
+#: Expected largest memory of a probe as a multiple of its peak so far: once it has settled, and before.
 SETTLED_FACTOR = 1.1
 GROWING_FACTOR = 1.5
 
 #: Part of a device below which free memory is short.
 SHORT = 1 / 16
 
-#: Seconds since its placement in which a probe is ended: little is lost, and its memory is free at once. Its process
-#: needs some of them to start. Later it is suspended.
+#: Seconds since its placement in which a probe is ended: little is lost, and its memory is free at once. The start of
+#: its process takes some of them. Later it is suspended.
 FIRST_S = 15.0
 
-#: Part of what is offered that a task gets whose framework takes its whole cap when it starts.
+#: Part of the offered memory for a task whose framework takes its whole cap when it starts.
 AT_ONCE_FRACTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How the memory of a process has grown on one device, as far as was read."""
+    """Growth of a process's memory on one device, as far as it was read."""
 
-    #: Monotonic seconds of the first reading that showed memory of it.
+    #: Monotonic seconds of the first reading that showed its memory.
     ready_s: float
-    #: Bytes that it held when it had last grown.
+    #: Bytes held after its last growth.
     level_bytes: int
-    #: Monotonic seconds when it had last grown.
+    #: Monotonic seconds of its last growth.
     grew_s: float
-    #: The most bytes that it has held.
+    #: Most bytes held so far.
     peak_bytes: int
 
     def is_settled(self, now_s: float) -> bool:
-        """Return whether it is not expected to grow."""
+        """Return whether no further growth is expected."""
         return now_s - self.ready_s >= READY_S and now_s - self.grew_s >= QUIET_S
 
 
 def observe(growth: Growth | None, at_s: float, held_bytes: int) -> Growth | None:
-    """Return the growth of a process after one more reading; `None`: it has held nothing yet.
-
-    Args:
-        growth: Before that reading; `None`: nothing was held.
-        at_s: Monotonic seconds of the reading.
-        held_bytes: What the process holds.
-    """
+    """Return the growth after one more reading, at `at_s` monotonic seconds; `None`: no memory was held yet."""
     if growth is None:
         return Growth(at_s, held_bytes, at_s, held_bytes) if held_bytes > 0 else None
     step = max(GROWTH_BYTES, int(growth.level_bytes * GROWTH_PART))
@@ -82,13 +74,7 @@ def observe(growth: Growth | None, at_s: float, held_bytes: int) -> Growth | Non
 
 
 def counted_bytes(reservation: Reservation, growth: Growth | None, now_s: float) -> int:
-    """Return the bytes at which a shared probe counts for another probe.
-
-    Args:
-        reservation: Of a probe.
-        growth: Of its process; `None`: it has held nothing yet.
-        now_s: Monotonic seconds.
-    """
+    """Return the bytes at which a shared probe counts for others; `growth` is `None` while its process holds nothing."""
     assert reservation.probe is not None
     least = reservation.probe.counts_bytes
     if growth is not None and growth.is_settled(now_s):
@@ -98,10 +84,10 @@ def counted_bytes(reservation: Reservation, growth: Growth | None, now_s: float)
 
 
 class Leaving(NamedTuple):
-    """A probe that leaves its device for the others."""
+    """A probe that leaves its device to the other probes."""
 
     request_id: str
-    #: Its process is ended, and runs again. Otherwise it is suspended, and loses nothing.
+    #: Its process is ended and runs again. `False`: it is suspended and loses nothing.
     ends: bool
 
 
@@ -113,17 +99,14 @@ def allowance_bytes(state: DeviceState) -> int:
 def offered_bytes(request: Request, state: DeviceState, least_alone_bytes: int) -> int | None:
     """Return the cap that a shared probe would get on a device now; `None`: it must wait.
 
-    Args:
-        request: Of a probe that may share a device.
-        state: The device. It works, and no task there is exclusive.
-        least_alone_bytes: Bytes that must be free where no task is on the device.
+    The device works, and no task there is exclusive. `least_alone_bytes` must be free on a device without tasks.
     """
     free = state.free_for_probes_bytes
     alone = not state.reservations
     least = least_alone_bytes if alone else allowance_bytes(state)
     if request.confirms_probe:
         cap = request.need_bytes(state.device) or 0
-        # The broker that decided has seen the other probes a moment earlier. A budget is not passed in any case.
+        # The broker that chose the cap saw the other probes a moment earlier. Budgets are respected in any case.
         most = free if alone or state.has_budgets else max(free, cap)
         return cap if min(least, cap) <= free and cap <= most else None
     if free < least:
@@ -133,15 +116,8 @@ def offered_bytes(request: Request, state: DeviceState, least_alone_bytes: int) 
 
 
 def probe_of(request: Request, state: DeviceState, cap_bytes: int, now_s: float) -> Probe:
-    """Return what is noted of a shared probe in its reservation.
-
-    Args:
-        request: Of the probe.
-        state: Its device.
-        cap_bytes: What it was given, from `offered_bytes`.
-        now_s: Monotonic seconds.
-    """
-    # What takes its cap when it starts counts for it from the beginning.
+    """Return the probe of a reservation with the cap `cap_bytes`, from `offered_bytes`."""
+    # A framework that takes its whole cap at its start counts at the cap from the beginning.
     at_once = request.probe_fraction < 1.0
     return Probe(now_s, cap_bytes if at_once else min(cap_bytes, allowance_bytes(state)))
 
@@ -154,19 +130,14 @@ def choose_leaving(
     away: Container[str] = (),
     fixed: Container[str] = (),
 ) -> Leaving | None:
-    """Return which probe of a device leaves it so that the others go on; `None`: none does.
+    """Return the probe that leaves a device so that the others continue; `None`: none does.
 
-    It is the newest, if the device runs short of memory and a probe there grows. Where a task with a budget is on the
-    device, or no other probe, the caps keep each to what it was given. One with nearly the whole device as its cap is not
-    suspended: the device might never have so much again.
+    The newest probe leaves if the device runs short of memory and a probe there grows. Beside a task with a budget, and
+    without another probe, the caps are enough. A probe whose cap is nearly the whole device is not suspended: the device
+    might never have so much free again.
 
-    Args:
-        state: The device, from a reading.
-        growths: Of the processes of its probes, by request id; those that have held nothing are left out.
-        now_s: Monotonic seconds of the reading.
-        headroom_bytes: Kept free on the device.
-        away: Request ids of tasks whose memory is not there, or on its way.
-        fixed: Request ids of those that cannot be suspended now. They can be ended.
+    `growths` has the growth of probes by request id, without those that have held nothing. The tasks of `away` have
+    no memory on the device, or are on their way. The tasks of `fixed` cannot be suspended now, but can be ended.
     """
     here = [r for r in state.reservations if r.request_id not in away]
     if state.snapshot.error or state.has_budgets or len(here) < 2:
@@ -175,7 +146,7 @@ def choose_leaving(
         return None
     if all(now_s - growth.grew_s >= QUIET_S for growth in growths.values()):
         return None
-    # Of those that were placed together, each later one has a smaller cap.
+    # Of probes that were placed together, each later one has a smaller cap.
     probes = [(r.probe.since_s, -r.reserved_bytes, r.request_id) for r in here if r.probe]
     for since_s, cap_bytes, request_id in sorted(probes, reverse=True):
         if now_s - since_s < FIRST_S:

@@ -1,7 +1,7 @@
 """Why a task waits, as a value, and the sentence that says so.
 
-Pure. Each part that lets a task wait makes a `Reason`. Only this module has the English of waits, and no code reads its
-sentences. Why a task can never start is a `PlacementError`.
+Pure. Every cause of a wait makes a `Reason`. Only this module has the English of waits, and no code reads its sentences.
+A task that can never start has a `PlacementError` instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Most names that a sentence lists, and most of its characters: names and errors have any length. Prefect cuts the message of
-#: a state at 100,000 characters, and a log line at 1,000,000 (3.8.8).
+#: Most names and most characters of a sentence: names and errors have any length. Prefect cuts the message of a state
+#: at 100,000 characters, and a log line at 1,000,000 (3.8.8).
 MOST_NAMES = 3
 MOST_CHARACTERS = 2000
 
 
 class WaitKind(enum.Enum):
-    """What is missing for a task to start or to go on; the values are the beginnings of sentences, to follow "waiting for"."""
+    """What a task lacks to start or resume; each value begins a sentence that follows "waiting for"."""
 
     FIRST_READING = "the first reading of the devices"
     DEVICES_SILENT = "the devices to answer ({r.detail})"
@@ -50,43 +50,43 @@ class Reason:
     #: Most bytes free on a device or node, from `shown_bytes`; `at` is its name.
     free_bytes: int = 0
     at: str | None = None
-    #: Devices asked for, devices that the request may use, and their nodes in a cluster (0: there is none); where there is
-    #: only one device, its label; of several devices on one node, the name of the node.
+    #: Devices asked for, devices that the request may use, and their cluster nodes (0: no cluster). `where` is the label
+    #: of the only device, or the name of the only node.
     count: int = 1
     devices: int = 1
     nodes: int = 0
     where: str | None = None
-    #: Names of the tasks that are waited for, from `shown_names`; `max_processes` or `max_tasks_per_device`.
+    #: Names of the tasks waited for, from `shown_names`; `limit` is `max_processes` or `max_tasks_per_device`.
     tasks: tuple[str, ...] = ()
     limit: int = 0
-    #: Subject of its suspension, as in reports ("task 'evaluate'"); place of its memory then, or text of an error.
+    #: Cause of its suspension, as in reports ("task 'evaluate'"); place of its memory, or an error's text.
     suspended_for: str | None = None
     detail: str | None = None
-    #: Number of requests ahead in the queue; names of their tasks, each with whether it is of another flow.
+    #: Number of requests ahead in the queue; their task names, each with whether it is of another flow.
     ahead: int = 0
     ahead_tasks: tuple[tuple[str, bool], ...] = ()
-    #: Number of later requests that were started first, and whether no more of them may be.
+    #: Number of later requests that started first; no later request may start any more.
     passed: int = 0
     drains: bool = False
-    #: Labels of the devices that are kept for it, and seconds until they are expected to be free; `None`: not known.
+    #: Labels of its kept devices, and seconds until they are expected to be free; `None`: not known.
     kept: tuple[str, ...] = ()
     free_in_s: float | None = None
-    #: Why the ledger is not shared with other flows; `None`: it is.
+    #: Why the ledger is not shared with other flows; `None`: it is shared.
     ledger_problem: str | None = None
 
     @property
     def topic(self) -> tuple[object, ...]:
-        """What stays equal while the same is missing, whatever its size: one log line for each."""
+        """The kind of lack without its size: one log line for each topic."""
         return self.kind, self.ahead > 0, self.suspended_for
 
 
 def shown_bytes(size_bytes: int) -> int:
-    """Return free bytes rounded down to 64 MiB: with each allocation of others, a reason would change and be told again."""
+    """Return free bytes rounded down to 64 MiB, so that small allocations do not change a reason and log it again."""
     return max(0, size_bytes) // (64 * MIB) * (64 * MIB)
 
 
 def shown_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return different names, at most one more than a sentence shows."""
+    """Return distinct names, at most one more than a sentence shows."""
     return tuple(dict.fromkeys(names))[: MOST_NAMES + 1]
 
 

@@ -1,8 +1,8 @@
 """One scheduling pass: which waiting requests start now, which never can, and why the others wait.
 
-Pure: a queue (the waiting requests, by shape and in order), the devices of one reading and the own memory of the
-machine, or of each node of a cluster, go in, and decisions come out. How a device is chosen is in `placement`,
-which requests may pass a blocked one in `backfill`, how free memory is computed in `memory`.
+Pure. The queue (waiting requests, by shape and in order), the devices of one reading and the own memory of the machine
+or of each cluster node go in, and decisions come out. `placement` chooses a device, `backfill` decides which requests
+may pass a blocked one, `memory` computes free memory.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from prefect_gpu.scheduling.placement import (
 )
 from prefect_gpu.scheduling.reasons import MOST_NAMES, Reason, WaitKind, shown_bytes, shown_names
 
-#: What requests are sorted by; no two are equal.
+#: Sort key of requests; no two are equal.
 OrderKey: TypeAlias = tuple[bool, int, int, str]
 
 
 def order_key(request: Request) -> OrderKey:
-    """Return the sort key of the queue: returns of moved processes first, then higher priority, then first come."""
+    """Return the sort key of the queue: returns of moved processes, then higher priority, then first come."""
     return not request.returns_first, -request.priority, request.sequence, request.id
 
 
 class Shape(NamedTuple):
-    """What a request needs, where, and about how long: where one of a shape must wait, so must the others."""
+    """Needs, devices and rough duration of a request: where one of a shape must wait, so must the others."""
 
     memory: Memory
-    #: 1 byte and 100 % are equal numbers.
+    #: Tells 1 byte from 100 %, which are equal numbers.
     is_fraction: bool
     device_count: int
     devices: tuple[str, ...]
     exclusive: bool
-    #: Power of two above the seconds that it is expected to run; `None`: not known. Where a long request
-    #: would delay a blocked one, a shorter one may not.
+    #: Exponent of the power of two above its expected seconds; `None`: not known. A short request may be allowed to pass
+    #: a blocked one where a long one would delay it.
     length: int | None = None
     #: The broker that it waits at.
     origin: str = ""
     nodes: tuple[str, ...] = ()
-    #: 0: no probe, or one that has its devices to itself.
+    #: 0: no probe, or one with its devices to itself.
     probe_fraction: float = 0.0
-    #: A suspended process comes back; while it is blocked, a device is kept for it.
+    #: It resumes a suspended process; while it is blocked, a device is kept for it.
     returns: bool = False
 
     @classmethod
@@ -80,22 +80,18 @@ Lane: TypeAlias = list[tuple[OrderKey, Request]]
 
 
 def _least_bytes(request: Request) -> int:
-    """Return the bytes that a request asks for of a device at least; 0 where it depends on the device."""
+    """Return the least bytes that a request asks of a device; 0 where it depends on the device."""
     return request.memory if type(request.memory) is int else 0
 
 
 class RequestQueue:
-    """The waiting requests, by shape. Not safe to use from several threads at once.
-
-    Args:
-        requests: Those that wait from the beginning, in any order.
-    """
+    """The waiting requests, by shape; `requests` wait from the beginning. Not safe to use from several threads at once."""
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
-        #: By the id of each request.
+        #: Shape by request id.
         self._shapes: dict[str, Shape] = {}
-        #: What has happened to blocked requests, by id; those to which nothing has are left out.
+        #: Statuses of blocked requests by id; a request without a status was neither passed nor had devices kept.
         self.statuses: dict[str, BlockedStatus] = {}
         for request in requests:
             self.add(request)
@@ -117,12 +113,12 @@ class RequestQueue:
         return min((_least_bytes(lane[0][1]) for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
-        """Add a request; its id is that of no other."""
+        """Add a request with a unique id."""
         shape = self._shapes[request.id] = Shape.of(request)
         bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
     def remove(self, request: Request) -> bool:
-        """Take a request out; return whether it was there."""
+        """Remove a request; return whether it was there."""
         shape = self._shapes.pop(request.id, None)
         if shape is None:
             return False
@@ -136,38 +132,37 @@ class RequestQueue:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What the machine itself, or one node of a cluster, has left for processes."""
+    """Resources for processes of the machine itself, or of one cluster node."""
 
-    #: Bytes that new processes could use, as the kernel says.
+    #: Bytes that new processes could use, by the kernel.
     available_bytes: int
-    #: Of these, bytes reserved for processes that were started and have not taken them yet.
+    #: Part of `available_bytes` reserved for started processes that have not taken it yet.
     reserved_bytes: int
-    #: Processes of this broker that run.
+    #: Running processes of this broker.
     processes: int
-    #: Most of them at a time.
+    #: Most running processes of this broker.
     max_processes: int
-    #: Processes that run in all, those of other brokers with them.
+    #: Running processes of all brokers.
     all_processes: int = 0
 
     @property
     def full(self) -> bool:
-        """Whether no process at all may start now."""
+        """Whether no process may start now."""
         return self.processes >= self.max_processes
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that are neither taken nor reserved; less than 0: more was reserved than there is."""
+        """Bytes neither taken nor reserved; less than 0: more was reserved than there is."""
         return self.available_bytes - self.reserved_bytes
 
     def refuses(self, request: Request, node: str = "") -> bool:
-        """Return whether no process may start for a request now; `node` is for `ClusterState.refuses`."""
-        # While no process of a flow runs, waiting would not bring memory back: an estimate alone must not
-        # stop a flow for ever.
+        """Return whether no process may start for a request now; `node` makes it callable as `ClusterState.refuses`."""
+        # While no process runs, waiting would not bring memory back: an estimate alone must not stop a flow for ever.
         running = max(self.processes, self.all_processes)
         return self.full or (running > 0 and request.host_bytes > self.left_bytes)
 
     def after(self, request: Request) -> HostState:
-        """Return what is left once a process was started for a request."""
+        """Return the resources left after a process is started for a request."""
         return HostState(
             self.available_bytes,
             self.reserved_bytes + request.host_bytes,
@@ -179,18 +174,18 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What each node of a cluster has left for processes."""
+    """Resources for processes of each cluster node."""
 
-    #: By name, as in `Device.host`. A node that is not named has no limit.
+    #: By `Device.host`. A missing node has no limit.
     nodes: Mapping[str, HostState]
-    #: Processes of this broker that run, on all nodes.
+    #: Running processes of this broker on all nodes.
     processes: int
-    #: Most of them at a time.
+    #: Most running processes of this broker.
     max_processes: int
 
     @property
     def full(self) -> bool:
-        """Whether no process at all may start now."""
+        """Whether no process may start now."""
         return self.processes >= self.max_processes
 
     def refuses(self, request: Request, node: str) -> bool:
@@ -199,37 +194,32 @@ class ClusterState:
         return self.full or (of_node is not None and of_node.refuses(request))
 
     def after(self, request: Request) -> ClusterState:
-        """Return what is left of the broker's own limit once a process was started for a request."""
+        """Return the state with one more process of this broker, if the request is its own."""
         return replace(self, processes=self.processes + (not request.origin))
 
 
 class _NodeLimits:
-    """What the limits of nodes refuse in one scheduling pass.
+    """Refusals by the host limits of nodes in one scheduling pass.
 
-    `allows` and `in` are what `Board.choose` asks, instead of what the backfill keeps.
-
-    Args:
-        cluster: What each node has left before the pass.
-        board: The devices.
-        backfill: The devices that are kept for blocked requests.
+    `allows` and `in` replace those of the backfill when `Board.choose` asks.
     """
 
     def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
         self._board = board
         self._backfill = backfill
         self._nodes = dict(cluster.nodes)
-        #: Nodes on which nothing starts in this pass any more.
+        #: Nodes on which no request starts in the rest of this pass.
         self._closed = {name for name, host in self._nodes.items() if host.full}
-        #: Nodes whose own memory has refused the request that was asked for last.
+        #: Nodes whose own memory has refused the last request of `choose`.
         self._short: set[str] = set()
         board.close(self._closed)
 
     def __contains__(self, at: object) -> bool:
-        # Each device is asked for.
+        # `allows` is asked for every device.
         return True
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a request may have a device, as far as the device has the memory."""
+        """Return whether a request may have a device, device memory aside."""
         node = self._board.states[at].device.host
         if node in self._closed:
             return False
@@ -243,16 +233,12 @@ class _NodeLimits:
         return at not in self._backfill.kept or self._backfill.allows(at, request)
 
     def choose(self, request: Request, named: Named | None) -> list[int] | None:
-        """Choose devices for a request on a node that does not refuse it."""
+        """Choose devices for a request on a node with host resources for it."""
         self._short.clear()
         return self._board.choose(request, named, self, self.allows)
 
     def close_for(self, request: Request, named: Named | None) -> bool:
-        """Close one node for the requests behind one for which `choose` has found nothing.
-
-        Returns:
-            Whether the memory of nodes is what it waits for: it has the devices there.
-        """
+        """Close one node after a `choose` without result; return whether only the node's own memory was missing."""
         board = self._board
         for node in sorted(self._short, key=lambda name: (-self._nodes[name].left_bytes, name)):
             there = board.nodes[node] if named is None else named.keys() & set(board.nodes[node])
@@ -263,7 +249,7 @@ class _NodeLimits:
         return False
 
     def start(self, request: Request, node: str) -> None:
-        """Note that a process is started on a node."""
+        """Note that a process starts on a node."""
         of_node = self._nodes.get(node)
         if of_node is not None:
             self._nodes[node] = of_node = of_node.after(request)
@@ -277,11 +263,11 @@ class _NodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What one scheduling pass decided."""
+    """Decisions of one scheduling pass."""
 
     placements: tuple[tuple[Request, Placement], ...]
     refusals: tuple[tuple[Request, PlacementError], ...]
-    #: What has happened to requests that go on waiting, by id: for `RequestQueue.statuses`.
+    #: New statuses of waiting requests, by id: for `RequestQueue.statuses`.
     statuses: Mapping[str, BlockedStatus]
 
 
@@ -296,36 +282,34 @@ def decide(
 ) -> Decisions:
     """Decide which requests start now and which never can.
 
-    Requests of other brokers are among them, so that all brokers of a machine keep one order. What is decided for
-    those is carried out by their own brokers.
+    Requests of other brokers are included, so that all brokers of a machine keep one order; their own brokers carry out
+    the decisions on them.
 
-    Requests are considered in the order of `order_key`. A blocked one limits those behind it, as `backfill`
-    says. One that the machine's own memory blocks blocks all, since each needs some of it. In a cluster, a
-    request for which one node has no memory or no process left may start on another. Where it has the devices on
-    some nodes, and the own memory of each of them is too little, nothing behind it starts on one of these: the one
-    with most memory left, where it is likely to start first. What comes free there goes to it, and the other
-    nodes go on. For a cluster of one node that is the rule of one machine. Of each shape the
-    first request alone is considered until it starts, so a pass costs as much as there are shapes, not
-    requests.
+    Requests are considered in the order of `order_key`. A blocked one limits those behind it (`backfill`). If the
+    machine's own memory blocks one, it blocks all, since each needs some. In a cluster, a request that one node has no
+    memory or process for may start on another. If it has its devices on some nodes but own memory on none of them, the
+    one with most memory left, where it is likely to start first, is closed to requests behind it, and the other nodes
+    go on. For a cluster of one node that is the rule of one machine. Only the first request of each shape is considered
+    until it starts, so a pass costs by shapes, not requests.
 
     That a request is blocked is noted only if a later one is considered, and so could pass it.
 
     Args:
-        queue: Waiting requests; left as it is.
+        queue: Waiting requests; not changed.
         board: All devices; placements are booked on it.
         host: Own memory and processes of the machine, or of each node.
         patience: How far a blocked request may be passed.
         now_s: Monotonic seconds.
-        slots: Processes that each other broker may start, by origin. One that is not named starts none.
-        passive: Origins of requests that count as blocked even if they fit, because their brokers do not start
-            them for a reason that is not known here.
+        slots: Processes that each other broker may start, by origin; a missing one starts none.
+        passive: Origins whose requests count as blocked even if they fit: their brokers do not start them, for an
+            unknown reason.
     """
     left = dict(slots)
     backfill = Backfill(board, queue.statuses, patience, now_s)
     limits = _NodeLimits(host, board, backfill) if isinstance(host, ClusterState) else None
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
-    #: The requests that are considered next, one of each shape: its order, its lane, its place there.
+    #: The next request of each shape: its sort key, its lane, its position there.
     turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
         key, request = lane[0]
@@ -338,12 +322,12 @@ def decide(
     #: Blocked requests that are not noted yet.
     blocked: list[tuple[Request, Named | None, bool]] = []
     most_free_bytes = board.most_free_bytes()
-    # Turns are added behind the one that is considered.
+    # New turns are added behind the current one.
     for number, (_, request, lane, position) in enumerate(turns, 1):
         if most_free_bytes < 0 or host.full:
             break
         if request.origin and left.get(request.origin, 0) <= 0:
-            # Nor do those behind it in its lane, which has no other origin.
+            # All requests of its lane have the same origin.
             continue
         named = board.named(request) if request.devices or request.nodes else None
         chosen: list[int] | None = None
@@ -370,7 +354,7 @@ def decide(
         if limits is not None:
             limits.start(request, board.states[chosen[0]].device.host)
         if request.origin:
-            # Whom it passes is counted by its own broker, when it starts.
+            # Its own broker counts the requests that it passes, when it starts.
             left[request.origin] -= 1
         else:
             backfill.count_passes(chosen)
@@ -382,7 +366,7 @@ def decide(
 
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
-    """Refuse all requests of a lane if the first of them is impossible."""
+    """Refuse the requests at the start of a lane that can never be placed."""
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:
@@ -403,7 +387,7 @@ def explain(
     now_s: float = 0.0,
     max_tasks: int | None = None,
 ) -> Reason:
-    """Return why a request of a queue waits, with all devices in `states`; see `decide` and `Board` for the arguments."""
+    """Return why a request of a queue waits; `states` has all devices, other arguments as for `decide` and `Board`."""
     try:
         eligible = select_devices(request, states)
     except PlacementError as error:
@@ -423,7 +407,7 @@ def explain(
         return reason
     if status.is_over(patience, now_s):
         return replace(reason, passed=status.passed, drains=True)
-    # A kept device may just have left.
+    # A kept device may just have left the readings.
     labels = {s.device.key: s.device.label for s in states if s.device.key in status.kept}
     kept = shown_names(labels.get(key, key[1]) for key in status.kept)
     free_in_s = None if status.starts_s is None else max(0.0, status.starts_s - now_s)
@@ -433,13 +417,13 @@ def explain(
 def _host_reason(
     request: Request, states: Sequence[DeviceState], host: HostState | ClusterState
 ) -> Reason | None:
-    """Return why no process may start for a request, on the machine or any node of its devices; `None`: it may."""
+    """Return why the machine, or every node of its devices, refuses a process for a request; `None`: one does not."""
     names = list[str]()
     if isinstance(host, ClusterState) and not host.full:
         names, nodes = list(dict.fromkeys(state.device.host for state in states)), host.nodes
         if not all(host.refuses(request, name) for name in names):
             return None
-        # First the one where it is likely to start first.
+        # The node where it is likely to start first comes first.
         names.sort(key=lambda name: (nodes[name].full, -nodes[name].left_bytes))
         host = nodes[names[0]]
     where = partial(Reason, nodes=len(names), where=names[0] if names else None)
@@ -452,7 +436,7 @@ def _host_reason(
 
 
 def _may_use_one(request: Request, states: Sequence[DeviceState], keys: set[DeviceKey]) -> bool:
-    """Return whether a request may use one of some devices."""
+    """Return whether a request may use at least one of some devices."""
     if not request.devices and not request.nodes:
         return True
     try:

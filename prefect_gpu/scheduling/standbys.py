@@ -1,9 +1,8 @@
-"""Standbys: how many processes wait for tasks, and of which kind.
+"""Number and kind of the standbys: processes that wait for tasks.
 
-A standby costs host memory and, while it imports, a core; it saves a task the seconds of its imports. So there
-are as many as tasks are known to come, and one for the next task, which is likely like the last.
-
-Pure. `processes.standby_pool` starts and ends the processes.
+A standby costs host memory and, while it imports, a core; it saves a task the seconds of its imports. So there is one
+for each known task to come, and one for the next task, which is likely like the last. Pure;
+`processes.standby_pool` starts and ends the processes.
 """
 
 from __future__ import annotations
@@ -14,69 +13,64 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KindDemand:
-    """One kind of standby: what wants it, and what there is of it."""
+    """Tasks that want one kind of standby, and its existing standbys."""
 
     kind: Hashable
     #: Tasks that were submitted and have no process yet.
     waiting: int
-    #: The kind of the task that was started last: one is made for the next.
+    #: The last task that was started is of this kind: one standby is made for the next.
     latest: bool
-    #: A task of this kind was started before: one that is there is kept for the next.
+    #: A task of this kind was started before: one existing standby is kept for the next.
     used: bool
-    #: Host memory that one takes, in bytes.
+    #: Host memory of one standby, in bytes.
     size_bytes: int
     #: Standbys that wait for a task.
     ready: int
     #: Standbys that still import.
     importing: int
-    #: They are of use. Not so where they died, or did not suit their tasks.
+    #: False if standbys of this kind died, or did not suit their tasks.
     useful: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What standbys may take."""
+    """Limits of the machine for standbys."""
 
     #: Bytes of the machine's memory that new processes could use now, as the kernel reports.
     available_bytes: int
-    #: Bytes promised to tasks' processes that have not taken them yet.
+    #: Bytes promised to tasks' processes and not taken yet.
     promised_bytes: int
-    #: Bytes to leave free whatever is wanted.
+    #: Bytes to leave free in any case.
     reserve_bytes: int
-    #: Cores of this process.
+    #: Cores that this process may use.
     cores: int
-    #: Standbys at most.
+    #: Most standbys.
     most: int
 
 
 @dataclass(frozen=True, slots=True)
 class StandbyPlan:
-    """What to do now. A kind may be named several times: once for each process."""
+    """Standbys to start and end now. A kind is named once for each process."""
 
     starts: tuple[Hashable, ...] = ()
-    #: One that still imports is ended before one that is ready.
+    #: A standby that still imports is ended before a ready one.
     ends: tuple[Hashable, ...] = ()
-    #: Some of them end because the machine's memory runs out.
+    #: Some standbys end because the machine's memory runs out.
     short_of_memory: bool = False
 
 
 def most_by_default(cores: int, max_processes: int) -> int:
-    """Return the most standbys where no setting says: half the cores, at least two."""
+    """Return the most standbys without a setting: half the cores, at least two."""
     return min(max_processes, max(2, cores // 2))
 
 
 def most_imports(cores: int) -> int:
-    """Return the most standbys that import at a time: each takes a core, and the tasks that run need theirs."""
+    """Return the most standbys that import at a time: each takes a core that running tasks need."""
     return max(1, cores // 2)
 
 
 def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPlan:
-    """Return which standbys to start and which to end.
-
-    Args:
-        demands: Every kind that is wanted or exists, the most urgent first.
-        machine: What there is state for.
-    """
+    """Return which standbys to start and which to end; `demands` has every wanted or existing kind, most urgent first."""
     have = {d.kind: d.ready + d.importing for d in demands}
     targets = _targets(demands, machine.most)
     ends = [d.kind for d in demands for _ in range(have[d.kind] - targets[d.kind])]
@@ -94,7 +88,7 @@ def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPla
             left_bytes += demand.size_bytes
             kept -= 1
     if ends:
-        # What they free shows at the next reading.
+        # The memory of ended standbys shows at the next reading.
         return StandbyPlan(ends=tuple(ends), short_of_memory=short_of_memory)
     return StandbyPlan(starts=_starts(demands, targets, left_bytes, machine.cores))
 

@@ -18,7 +18,7 @@ from prefect_gpu.suspension import driver_process
 
 Step = Literal["state", "lock", "checkpoint", "restore", "unlock"]
 
-#: Seconds in which the driver process must have loaded and initialised the driver: 0.3 s on an idle machine.
+#: Seconds in which the driver process must load and initialise the driver: 0.3 s on an idle machine.
 START_S = 30.0
 
 #: Results of the driver that are expected, by their number in `cuda.h`.
@@ -38,13 +38,13 @@ RESULTS = {
 class DriverCallError(PrefectGPUError):
     """The driver refused a call, or did not answer."""
 
-    #: What was called.
+    #: Name of the call.
     step: str
     #: `CUresult`; `None`: there was no answer in time, or the driver process ended.
     code: int | None
     #: Why there was no answer.
     problem: str = ""
-    #: There was none because the driver process has ended.
+    #: There was no answer because the driver process has ended.
     ended: bool = False
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ class _Call:
 
 
 class _Process:
-    """One driver process. Its answers are read on a thread of their own."""
+    """One driver process. A thread reads its answers."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._started = _Call()
-        #: By id. `None`: the process has ended.
+        #: Waiting calls by id. `None`: the process has ended.
         self._calls: dict[str, _Call] | None = {"0": self._started}
         self._number = 0
         self._process = subprocess.Popen(
@@ -77,10 +77,10 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            # Ctrl-C in a terminal is not meant for it.
+            # It must not get Ctrl-C of the terminal.
             start_new_session=True,
             cwd="/",
-            # It has to name every device of the machine.
+            # The driver must see every device of the machine.
             env={k: v for k, v in os.environ.items() if k != VISIBLE_VARIABLE},
         )
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -97,7 +97,7 @@ class _Process:
         return self._calls is None
 
     def support(self) -> str:
-        """Return why nothing can be suspended by this driver; empty: it can."""
+        """Return why this driver cannot suspend processes; empty: it can."""
         if not self._started.answered.wait(START_S):
             return f"the CUDA driver has not answered for {START_S:g}s"
         if self._started.code is None:
@@ -115,7 +115,7 @@ class _Process:
                 self._number += 1
                 self._calls[str(self._number)] = call
                 line = " ".join([str(self._number), step, str(pid), *words]) + "\n"
-                # Its end answers all calls, also one that it does not take.
+                # The end of the process answers all calls, also one that it did not read.
                 with contextlib.suppress(OSError):
                     os.write(self._stdin.fileno(), line.encode())
         if not call.answered.wait(deadline_s):
@@ -136,7 +136,7 @@ class _Process:
                     call.code, call.value = int(code), int(value)
                     call.answered.set()
             except ValueError:
-                # Half a line: it was killed.
+                # Half a line: the process was killed.
                 continue
         with self._lock:
             unanswered, self._calls = self._calls or {}, None
@@ -151,7 +151,7 @@ class _Process:
 
     def forget(self) -> None:
         """Close the pipe in a fork of the flow, or the driver process would not see the flow end."""
-        # Without their locks, which a thread of the flow may have held.
+        # Without the pipes' locks, which a thread of the flow may have held.
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError, ValueError):
                 os.close(pipe.fileno())
@@ -161,10 +161,7 @@ class _Process:
 class DriverCalls:
     """The driver's checkpoint calls. Safe to use from several threads; a fork begins anew.
 
-    The driver process starts with the first call and is started again if it has ended.
-
-    Args:
-        command: Starts it.
+    `command` starts the driver process with the first call, and again if it has ended.
     """
 
     def __init__(
@@ -185,26 +182,19 @@ class DriverCalls:
             process.forget()
 
     def unsupported(self) -> str:
-        """Return why nothing can be suspended here, as text for a person; empty: it can."""
+        """Return why no process can be suspended here, as text for people; empty: it can."""
         try:
             return self._running().support()
         except (OSError, CapacityError) as error:
             return f"the process that calls the CUDA driver cannot be started: {error}"
 
     def call(self, step: Step, pid: int, *words: str, deadline_s: float) -> int:
-        """Make one call and wait for its end.
+        """Make one call on a process, and return the value of its answer; `words` are described in `driver_process`.
 
-        Args:
-            step: Which.
-            pid: Of the process that is locked, moved or asked about.
-            words: See `driver_process`.
-            deadline_s: Seconds after which no answer is a failure. The call may still be under way then.
-
-        Returns:
-            The value of the answer.
+        After `deadline_s` seconds without an answer it has failed, though it may still be under way.
 
         Raises:
-            DriverCallError: It failed, or was not answered in time.
+            DriverCallError: The call failed, or was not answered in time.
         """
         try:
             process = self._running()
@@ -219,7 +209,7 @@ class DriverCalls:
             return self._process
 
     def close(self) -> None:
-        """End the driver process, whatever is under way."""
+        """End the driver process, also during a call."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

@@ -3,10 +3,9 @@
 The flow's own process never loads the CUDA driver, and a call that hangs must not hang the flow. This file is the
 driver process itself: it runs as a script, with the standard library only and the flags `-I -S`. `driver_calls` starts it.
 
-It reads lines `ID STEP PID WORD…` from standard input and writes a line `ID CODE VALUE` for each, in the order in which
-the calls end: each call has a thread. `CODE` is a `CUresult` of the driver: 0 is success. The first line that it writes
-has the id 0, the result of `cuInit`, and 1 if the driver has the calls (570 and later), else 0. It ends when standard
-input closes, whatever is under way.
+It reads lines `ID STEP PID WORD…` from standard input and writes a line `ID CODE VALUE` when each call ends; each call
+has a thread. `CODE` is a `CUresult` of the driver: 0 is success. The first line has the id 0, the result of `cuInit`,
+and 1 if the driver has the calls (570 and later), else 0. The process ends when standard input closes, also during a call.
 
 | step | words | value |
 |---|---|---|
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Driver(Protocol):
-        """What is asked of the driver."""
+        """The driver's calls."""
 
         def start(self) -> tuple[int, int]:
             """Return the result of `cuInit`, and 1 if the driver has the calls."""
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
             ...
 
 
-#: `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_FOUND`: also what is answered where there is no driver.
+#: `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_FOUND`: also the answer without a driver.
 INVALID, NOT_FOUND = 1, 500
 
 #: Bytes of each structure of arguments, padding included.
@@ -51,11 +50,7 @@ _ARGS_BYTES = 64
 
 
 class CudaDriver:
-    """The real driver, through `ctypes`.
-
-    Args:
-        library: Name of the driver's library.
-    """
+    """The real driver, through `ctypes`; `library` is the name of its shared library."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._name = library
@@ -98,7 +93,7 @@ class CudaDriver:
         return INVALID, 0
 
     def _device_uuids(self, driver: ctypes.CDLL) -> list[bytes]:
-        """Return the UUIDs of the machine's devices; what the driver does not tell is left out."""
+        """Return the UUIDs of the machine's devices; devices without an answer of the driver are left out."""
         count, device, uuid = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
         if driver.cuDeviceGetCount(ctypes.byref(count)):
             return []
@@ -111,21 +106,15 @@ class CudaDriver:
 
 
 def _complete(uuids: list[bytes], machine: Sequence[bytes]) -> list[bytes]:
-    """Return pairs of devices, old and new, with each other device of the machine as its own.
-
-    The driver takes a map only if it has every device that it has checkpointed, also those that `CUDA_VISIBLE_DEVICES`
-    kept from the process: on a host with four H200s (580.159.04) a restore by a map of two failed with 1.
-    """
+    """Return pairs of devices, old and new, completed by pairs of each other device with itself."""
+    # The driver takes a map only if it has every device that it has checkpointed, also those that `CUDA_VISIBLE_DEVICES`
+    # kept from the process: on a host with four H200s (580.159.04) a restore by a map of two failed with 1.
     old = uuids[::2]
     return uuids + [uuid for each in machine if each not in old for uuid in (each, each)]
 
 
 def _uuid_bytes(uuid: str) -> bytes:
-    """Return the 16 bytes of `GPU-…`.
-
-    Raises:
-        ValueError: It is no UUID.
-    """
+    """Return the 16 bytes of `GPU-…`; raise `ValueError` for other texts."""
     found = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
     if len(found) != 16:
         raise ValueError(uuid)
@@ -133,11 +122,7 @@ def _uuid_bytes(uuid: str) -> bytes:
 
 
 def main(driver: Driver) -> None:
-    """Carry out the lines of standard input until it closes.
-
-    Args:
-        driver: Makes the calls.
-    """
+    """Carry out the lines of standard input until it closes; `driver` makes the calls."""
     writes = threading.Lock()
 
     def answer(call: str, code: int, value: int) -> None:
@@ -162,7 +147,7 @@ def main(driver: Driver) -> None:
                 args=(call, step, pid, words),
                 daemon=True,
             ).start()
-    # Without waiting for a call that hangs.
+    # A call that hangs is not waited for.
     os._exit(0)
 
 

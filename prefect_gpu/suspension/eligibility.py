@@ -1,7 +1,7 @@
 """Which processes may be suspended. Pure.
 
-The driver does not say what is left of a process when a checkpoint fails, so it is decided before one is begun, from what
-was shown to hold. `tests.gpu.check_suspension` shows it, with the output in `docs/evidence/gpu-suspension.txt`.
+A failed checkpoint leaves a process in an unknown state, so eligibility is decided before it begins, from configurations
+that were tested. `tests.gpu.check_suspension` tests them; its output is `docs/evidence/gpu-suspension.txt`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.units import GIB, format_bytes
 
-#: Frameworks whose processes went on unharmed after twenty moves. JAX's were lost once in three times twenty.
+#: Frameworks whose processes were unharmed after twenty moves. JAX's were lost once in three times twenty.
 SHOWN_FRAMEWORKS = frozenset({"torch", "cupy", "tensorflow", "onnxruntime"})
 
-#: Kinds of devices whose memory the driver moves.
+#: Kinds of devices whose memory the driver can move.
 MOVED_KINDS: frozenset[DeviceKind] = frozenset({"nvml"})
 
-#: Bytes of the machine's own memory that stay free beside what was moved there.
+#: Bytes of the machine's own memory that stay free after a move.
 HOST_MARGIN_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is known of a process that somebody wants to suspend."""
+    """Facts about a process that is to be suspended."""
 
     kind: DeviceKind
     #: UUIDs of its devices.
     device_uuids: tuple[str, ...]
-    #: Bytes that it holds there, with what it has started.
+    #: Bytes that it and its descendants hold there.
     used_bytes: int
     #: Processes of the task that hold device memory.
     processes: int
@@ -43,7 +43,7 @@ class Candidate:
 
 
 def refusal(candidate: Candidate) -> str:
-    """Return why a process is not suspended, as text for a person; empty: it may be."""
+    """Return why a process may not be suspended, as text for people; empty: it may be."""
     if candidate.kind not in MOVED_KINDS:
         return (
             f"only memory of NVIDIA GPUs can be moved, and its device is of kind {candidate.kind}"

@@ -1,9 +1,9 @@
-"""Moves the GPU memory of one process to the host and back: the driver's calls in order, and what a failure leaves.
+"""Moving a process's GPU memory to the host and back: the driver's calls in order, and the result of a failure.
 
     running ─lock─▶ locked ─checkpoint─▶ away ─restore─▶ locked ─unlock─▶ running
 
-A failed lock is undone by unlock, and the process goes on. A process whose checkpoint or restore fails or does not end
-in time is lost: the driver does not say what is left of it. It must be killed.
+A failed lock is undone by unlock, and the process continues. A process whose checkpoint or restore fails or does not end
+in time is lost: the driver does not tell its state, and it must be killed.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls, St
 #: States of a process, as the driver numbers them.
 RUNNING, LOCKED, AWAY, FAILED = range(4)
 
-#: Seconds that the driver may take to lock a process: it waits for calls of the process that are under way.
+#: Seconds for the driver to lock a process: it waits for the process's calls that are under way.
 LOCK_S: Final = 5.0
 
-#: Seconds for a call that moves nothing.
+#: Seconds for a call that moves no memory.
 SHORT_S: Final = 10.0
 
-#: A move is given `SHORT_S` and a second for so many bytes. The slowest that was measured is 1.7 GiB/s out.
+#: A move may take `SHORT_S` and a second for so many bytes. The slowest measured is 1.7 GiB/s out.
 SLOWEST_BYTES_S: Final = 256 << 20
 
-#: The state that each call finds a process in, and the one in which it leaves it.
+#: States of a process before and after each call.
 _BEFORE_AND_AFTER: Final[Mapping[Step, tuple[int, int]]] = {
     "lock": (RUNNING, LOCKED),
     "checkpoint": (LOCKED, AWAY),
@@ -38,13 +38,13 @@ _BEFORE_AND_AFTER: Final[Mapping[Step, tuple[int, int]]] = {
     "unlock": (LOCKED, RUNNING),
 }
 
-#: How often a call is made again because the driver process has ended within it.
+#: Most repeats of a call in which the driver process has ended.
 _MOST_AGAIN = 3
 
 
 @dataclass(eq=False)
 class NotSuspendedError(PrefectGPUError):
-    """The process could not be suspended, and goes on as before."""
+    """The process could not be suspended, and runs as before."""
 
     #: Why.
     problem: str
@@ -55,7 +55,7 @@ class NotSuspendedError(PrefectGPUError):
 
 @dataclass(eq=False)
 class ProcessLostError(PrefectGPUError):
-    """The driver has left the process in a state that is not known. It must be killed."""
+    """The driver has left the process in an unknown state. It must be killed."""
 
     #: Why.
     problem: str
@@ -65,28 +65,18 @@ class ProcessLostError(PrefectGPUError):
 
 
 def move_deadline_s(used_bytes: int) -> float:
-    """Return the seconds after which a move has failed.
-
-    Args:
-        used_bytes: Bytes that the process holds on its devices.
-    """
+    """Return the seconds after which a move of `used_bytes` has failed."""
     return SHORT_S + used_bytes / SLOWEST_BYTES_S
 
 
 def move_out(calls: DriverCalls, pid: int, used_bytes: int) -> float:
-    """Move a process's GPU memory to the host. Its threads stand in their next call of the driver until `move_in`.
+    """Move a process's GPU memory to the host, `used_bytes` on its devices; return the seconds that it took.
 
-    Args:
-        calls: Of the driver.
-        pid: Of the process.
-        used_bytes: Bytes that it holds on its devices.
-
-    Returns:
-        Seconds that it took.
+    Its threads stop in their next call of the driver until `move_in`.
 
     Raises:
-        NotSuspendedError: It goes on as before.
-        ProcessLostError: It must be killed.
+        NotSuspendedError: The process runs as before.
+        ProcessLostError: The process must be killed.
     """
     begun_s = time.monotonic()
     try:
@@ -104,21 +94,13 @@ def move_out(calls: DriverCalls, pid: int, used_bytes: int) -> float:
 def move_in(
     calls: DriverCalls, pid: int, used_bytes: int, onto: Mapping[str, str] | None = None
 ) -> float:
-    """Move a process's memory back from the host; it goes on.
+    """Move a process's memory back from the host, so that the process runs; return the seconds that it took.
 
-    Only with the room reserved and seen free: a restore that finds no room loses the process.
-
-    Args:
-        calls: Of the driver.
-        pid: Of the process.
-        used_bytes: Bytes that it will hold on its devices.
-        onto: The new device of each device that the process can name, by UUID; `None`: where it was.
-
-    Returns:
-        Seconds that it took.
+    Only with the room reserved and seen free: a restore that finds no room loses the process. `onto` has the new device
+    of each device that the process can name, by UUID; `None`: the same devices.
 
     Raises:
-        ProcessLostError: It must be killed.
+        ProcessLostError: The process must be killed.
     """
     begun_s = time.monotonic()
     words = [uuid for pair in (onto or {}).items() for uuid in pair]
@@ -131,16 +113,7 @@ def move_in(
 
 
 def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
-    """Unlock a process, so that its CUDA calls go on; one that is not locked is left as it is.
-
-    Args:
-        calls: Of the driver.
-        pid: Of the process.
-        why: What has happened, for the error.
-
-    Raises:
-        ProcessLostError: It stays locked.
-    """
+    """Unlock a process, if it is locked; raise `ProcessLostError`, with `why`, if it stays locked."""
     try:
         _call(calls, "unlock", pid, deadline_s=SHORT_S)
     except DriverCallError as error:
@@ -151,14 +124,10 @@ def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
 
 
 def _call(calls: DriverCalls, step: Step, pid: int, *words: str, deadline_s: float) -> None:
-    """Make a call; again, if the driver process has ended within it and the call had no effect.
-
-    The driver carries out a call in the process itself, so it may end well without the process that asked for it, and
-    asking for the state waits for that (seen with driver 580.159.04, each step interrupted at once, after 0.05 and 0.5 s).
-
-    Raises:
-        DriverCallError: It failed, or did not end within the deadline.
-    """
+    """Make a call, and repeat it if the driver process has ended and the call had no effect."""
+    # The driver carries out a call in the process itself, so it may end well without the process that asked for it, and
+    # asking for the state waits for that (seen with driver 580.159.04, each step interrupted at once, after 0.05 and
+    # 0.5 s).
     until_s = time.monotonic() + deadline_s
     before, after = _BEFORE_AND_AFTER[step]
     for again in itertools.count():

@@ -1,9 +1,9 @@
-"""Suspends one task's process and resumes it, as it is asked.
+"""Suspending and resuming one task's process on request.
 
     asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
-One thread is started when a suspension is requested and lives until the process runs again. So resuming cannot fail for want of a thread. A `Subject` has what the
-thread knows of the process, and takes its news.
+One thread is started when a suspension is requested and lives until the process runs again, so resuming cannot fail for
+want of a thread. A `Subject` answers the thread's questions about the process and handles its reports.
 """
 
 from __future__ import annotations
@@ -24,64 +24,64 @@ from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that a device must have free beside what comes back to it: a restore without room loses the process.
+#: Bytes that a device must have free beyond the returning memory: a restore without room loses the process.
 ROOM_MARGIN_BYTES = 512 * MIB
 
-#: Seconds between two looks at whether there is room.
+#: Seconds between two checks for room.
 ROOM_S = 0.25
 
-#: Seconds after which a reading that showed the room is too old to restore on: the answer whether it may took so long.
+#: Seconds after which a reading that showed room is too old to restore on, if `Subject.comes_back` took so long.
 OLD_S = 0.5
 
-#: What `Subject.tell` is told for a person begins so if the process is not suspended; the reason follows.
+#: Beginning of the text in `Subject.tell` if the process is not suspended; the reason follows.
 REFUSED = "not suspended: "
 
-#: How far a process is.
+#: Progress of a suspension.
 Stage = Literal["refused", "moving out", "away", "running"]
 
 
 class Subject(Protocol):
-    """A task's process, as its runner knows it. Called on the suspension's thread."""
+    """A task's process, for the suspension's thread, which calls all methods."""
 
     def candidate(self) -> Candidate:
-        """Return what decides whether it may be suspended."""
+        """Return the facts that decide whether the process may be suspended."""
         ...
 
     def trim(self) -> None:
-        """Have it return unused device memory, and read what is left; without effect if it does not answer soon."""
+        """Have the process return unused device memory, and read the rest; no effect if it does not answer soon."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that its device has free at a new reading; `None`: it does not answer."""
+        """Return the free bytes of its device at a new reading; `None`: it does not answer."""
         ...
 
     def comes_back(self) -> bool:
-        """Note that it comes back from now on; return whether it may: its device is reserved, and it is not wanted away."""
+        """Note that the process resumes; return whether it may: its device is reserved, and no suspension is asked for."""
         ...
 
     def onto(self) -> Mapping[str, str] | None:
-        """Return the new device of each device that it can name, by UUID; `None`: it comes back where it was."""
+        """Return the new device of each device that the process can name, by UUID; `None`: the same devices."""
         ...
 
     def tell(self, stage: Stage, text: str) -> None:
-        """Show how far it is, and the same as text for a person; empty: it runs."""
+        """Show the stage, and its text for people; empty: the process runs."""
         ...
 
     def begun(self) -> None:
-        """Note that it does not run from now on."""
+        """Note that the process is suspended from now on."""
         ...
 
     def ended(self, suspension: Suspension | None) -> None:
-        """Note that it runs again; `None`: it was not suspended after all."""
+        """Note that the process runs again; `None`: it was not suspended after all."""
         ...
 
     def lost(self, why: str) -> None:
-        """Kill it: the driver has lost its state."""
+        """Kill the process: the driver has lost its state."""
         ...
 
 
 def lost_tasks() -> set[str]:
-    """Return the keys of the tasks of this process of which a process was lost: none of theirs is moved again."""
+    """Return the keys of this process's tasks of which a move has lost a process: they are not moved again."""
     return PROCESS_RESOURCES.get("tasks lost in a move", set[str])
 
 
@@ -91,12 +91,9 @@ def shared_calls() -> DriverCalls:
 
 
 class Suspender:
-    """Suspends one process and resumes it. Safe to use from several threads.
+    """Suspends and resumes one process. Safe to use from several threads.
 
-    Args:
-        pid: Of the process.
-        subject: The process.
-        calls: Returns the driver's calls, once something is asked; `None`: those that all tasks share.
+    `calls` returns the driver's calls at the first request; `None`: those that all tasks share.
     """
 
     def __init__(
@@ -107,27 +104,27 @@ class Suspender:
         self._calls = calls or (lambda: shared_calls())
         self._changed = threading.Condition()
         self._wanted = False
-        #: How often it was asked for its memory to go.
+        #: Number of requests to suspend.
         self._asked = 0
         self._away = False
         self._gone = False
         self._thread: threading.Thread | None = None
-        #: While it is away.
+        #: Values of the current suspension.
         self._begun_s = self._out_s = 0.0
         self._moved_bytes = 0
 
     @property
     def away(self) -> bool:
-        """Whether its memory is on the host, or on the way."""
+        """Whether its memory is on the host, or on the way there."""
         return self._away
 
     @property
     def away_s(self) -> float | None:
-        """For how many seconds that has been so; `None`: it is not."""
+        """Seconds since the suspension began; `None`: not suspended."""
         return time.monotonic() - self._begun_s if self._away else None
 
     def ask(self, away: bool) -> None:
-        """Ask that its memory goes to the host, or comes back; the last word counts."""
+        """Ask to suspend the process (`away`) or to resume it; the last request counts."""
         with self._changed:
             self._wanted = away
             self._asked += away
@@ -136,7 +133,7 @@ class Suspender:
                 try:
                     self._thread = start_thread(self._run, "prefect-gpu-suspend")
                 except CapacityError as error:
-                    # It is not away: while it is, there is a thread.
+                    # It is not suspended: a suspended process has a thread.
                     self._refuse(str(error), self._asked)
 
     def end(self) -> None:
@@ -204,7 +201,7 @@ class Suspender:
         self._subject.tell("away", f"away: {moved} in host memory, moved in {took}")
 
     def _refuse(self, problem: str, asked: int) -> None:
-        """Refuse a request, by its number; one that came meanwhile is answered by itself."""
+        """Refuse a request by its number; a later request gets its own answer."""
         with self._changed:
             if self._asked == asked:
                 self._wanted = False
@@ -220,7 +217,7 @@ class Suspender:
         self._subject.tell("running", "")
 
     def _wait_for_room(self) -> bool:
-        """Wait until its device shows the room; return whether it is still to come back."""
+        """Wait until its device shows the room; return whether the process is still to resume."""
         need_bytes = self._moved_bytes + ROOM_MARGIN_BYTES
         told = ""
         while True:
@@ -235,7 +232,7 @@ class Suspender:
                     fits = free_bytes is not None and free_bytes >= need_bytes
                     if fits:
                         return True
-                    # It was said to come back.
+                    # The ledger shows that it resumes: say again that it waits.
                     told = ""
             free = "its device does not answer"
             if free_bytes is not None:

@@ -146,8 +146,8 @@ def _run(
         call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
-            # The bootstrap switched the collector off for the imports. The first pass visits all their objects (0.1 s with
-            # PyTorch), outside the body's time.
+            # The bootstrap switched the collector off for the imports. The first pass visits all their objects (0.1 s
+            # with PyTorch), outside the body's time.
             gc.collect(0)
             gc.enable()
             prepare.interpreter.apply_before_body()
@@ -176,7 +176,8 @@ def _run(
     except BaseException as error:
         in_task.set_current_recorder(None)
         if failed is None:
-            # Errors while the call was read, a framework was set up for it, or its result was copied to the host count as well.
+            # Errors while the call was read, a framework was set up for it, or its result was copied to the host count
+            # as well.
             failed, shortage = error, find_shortage(error, names, readings)
         raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
@@ -190,7 +191,7 @@ def _run(
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process; raise `AttributeError` if it cannot be sent."""
+    """Return an attribute of a module of the flow's process; raise `AttributeError` if it is missing or unsendable."""
     try:
         return channel.ask("attribute", module=module, name=name).load()
     except AttributeError:

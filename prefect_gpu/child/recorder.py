@@ -459,7 +459,7 @@ SAMPLE_SHARE = 100
 #: Varied fraction of the interval, so that samples do not fall in step with the body's loop.
 JITTER = 0.6
 
-#: Seconds to wait for the thread's end. A call into a framework or the driver may never return, and is then left.
+#: Seconds to wait for the thread's end. A call into a driver may never return: the thread is then left.
 END_S = 30.0
 
 

@@ -26,8 +26,8 @@ _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
 # Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
 
-#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed the allowed
-#: bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
+#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed the
+#: allowed bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
 _TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
 _TORCH_FREE = rf"of which {_SIZE} is free"
 _TORCH_WANTED = rf"Tried to allocate {_SIZE}"

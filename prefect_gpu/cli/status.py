@@ -70,8 +70,8 @@ class TaskStatus:
     #: Id of the flow's process; `None`: its id is of another container.
     flow_pid: int | None
     user: str
-    #: `first run`: the need is unknown, and the budget is the most that it may take. `whole device`: the task got all free
-    #: memory of its devices. Empty: it has a budget.
+    #: `first run`: the need is unknown, and the budget is the most that it may take. `whole device`: the task got all
+    #: free memory of its devices. Empty: it has a budget.
     mark: str = ""
 
 

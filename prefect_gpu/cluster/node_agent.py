@@ -122,7 +122,8 @@ class NodeSettings:
     argv: tuple[str, ...] = ()
     cwd: str = ""
     sys_path: tuple[str, ...] = ()
-    #: Results travel with the messages: a flow that is Ray's client waits for ever for objects stored by an actor (Ray 2.60).
+    #: Results travel with the messages: a flow that is Ray's client waits for ever for objects stored by an actor (Ray
+    #: 2.60).
     inline_results: bool = False
 
 

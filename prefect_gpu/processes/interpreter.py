@@ -216,8 +216,8 @@ class InterpreterState:
         process.authkey = self.authkey
         process.name = self.process_name
         if self.start_method is not None:
-            # As the default, not as the choice: a module may choose a method at its import here, which is allowed once in a
-            # process.
+            # As the default, not as the choice: a module may choose a method at its import here, which is allowed once
+            # in a process.
             context = cast(Any, multiprocessing.get_context.__self__)  # type: ignore[attr-defined]
             context._default_context = multiprocessing.get_context(self.start_method)
         for end, limit in self.limits.items():

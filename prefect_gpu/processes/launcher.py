@@ -166,8 +166,8 @@ class LaunchedChild:
                         raise
                     logger.debug("a GPU task gets a fresh interpreter: %s", error)
                     self.spawn = None
-                    # A process that was started in spite of the error must not get the other's messages: it sees its channel
-                    # close, and ends.
+                    # A process that was started in spite of the error must not get the other's messages: it sees its
+                    # channel close, and ends.
                     self.channel.close()
 
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
@@ -329,12 +329,12 @@ class ProcessLauncher:
             self._reset()
 
     def _forget(self) -> None:
-        """In a fork of the parent: close all copies of descriptors, so that the guardian notices the parent's end."""
+        """In a fork of the parent: close its descriptors, so that the guardian notices its end, and start without children."""
         if self._thread is None:
             self._reset()
             return
-        # Closed by number, not by the selector or a buffer: the kernel's set of watched files is shared with the parent,
-        # and a lock may have been held at the fork.
+        # Closed by number, not by the selector or a buffer: the kernel's set of watched files is shared with the
+        # parent, and a lock may have been held at the fork.
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
@@ -643,8 +643,8 @@ class ProcessLauncher:
         """Read the last output of a child that has ended, kill its remaining processes, and call its listener."""
         assert child.process is not None
         self._close_pidfd(child)
-        # Before the wait, so that no other process has its id or its group's. (A fork was reaped already, and so was any
-        # process where there is no pidfd, but only now: see docs/decisions.md.)
+        # Before the wait, so that no other process has its id or its group's. (A fork was reaped already, and so was
+        # any process where there is no pidfd, but only now: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:

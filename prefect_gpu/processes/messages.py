@@ -73,7 +73,8 @@ class Prepare(Message):
     counters_interval_s: float
     #: Changes since a standby was started; `None`: the process was started for this task.
     late: Late | None = None
-    #: Modules not of the user's that the call needs: a process started for the task imports them before the call is read.
+    #: Modules not of the user's that the call needs: a process started for the task imports them before the call is
+    #: read.
     libraries: tuple[str, ...] = ()
     #: Modules of the flow's process that no fresh interpreter can import.
     private_modules: tuple[str, ...] = ()

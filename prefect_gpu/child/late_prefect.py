@@ -128,9 +128,6 @@ class _StandIn(logging.Handler):
     """Stands in for Prefect's handlers, and imports Prefect for its first record.
 
     While it is installed, `logging.basicConfig` does nothing, as beside Prefect's handlers.
-
-    Args:
-        logger: Gets this handler.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

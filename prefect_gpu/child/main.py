@@ -231,9 +231,6 @@ def calibrate(framework: str) -> None:
 
     The parent reads the device and ends this process without an answer.
 
-    Args:
-        framework: Name of the framework.
-
     Raises:
         FrameworkError: The framework is not installed, or failed on the device.
     """

@@ -40,7 +40,7 @@ class ExpectedTasks:
             self._changed.add(kind)
 
     def take(self, everything: bool = False) -> tuple[Expect, ...]:
-        """Return the numbers that have changed since the last call; `everything`: all that are not 0, for a new node."""
+        """Return the numbers that changed since the last call; `everything`: all that are not 0, for a new node."""
         with self._lock:
             kinds = set(self._counts) if everything else self._changed
             found = tuple(
@@ -56,14 +56,7 @@ class ExpectedTasks:
 
 
 class ClusterAnnouncement:
-    """A task that was submitted to a cluster: the `Launcher` of all its processes.
-
-    Args:
-        launcher: Starts the processes.
-        expected: Counts the task until its first process starts, or the announcement is retracted.
-        kind: The task's kind of standby.
-        policy: See `Expect.policy`.
-    """
+    """A task that was submitted to a cluster, expected until its first process starts: the `Launcher` of all of them."""
 
     def __init__(
         self,
@@ -97,12 +90,7 @@ class ClusterAnnouncement:
 
 
 class NodeStandbys:
-    """The standbys of one flow on one node. For one thread at a time.
-
-    Args:
-        pool: Keeps the standbys; it was opened for the node's broker.
-        fresh: Starts processes of tasks for which no standby is kept.
-    """
+    """The standbys of one flow on one node, in the pool of the node's broker. For one thread at a time."""
 
     def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
         self._pool = pool

@@ -134,12 +134,7 @@ class FlowCluster:
         return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Ask the nodes to keep a standby for a submitted task.
-
-        Args:
-            kind: The task's kind of standby.
-            policy: The task's policy without devices and budget.
-        """
+        """Ask the nodes to keep a standby for a submitted task; its policy has no devices and no budget yet."""
         return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
 
     def close(self) -> None:

@@ -111,11 +111,7 @@ class Node:
 
 
 class Nodes:
-    """All nodes with devices, and the flow's processes there. Any thread may use it.
-
-    Args:
-        store: Keeps large values of calls and results.
-    """
+    """All nodes with devices, and the flow's processes there. Any thread may use it."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
@@ -291,12 +287,7 @@ def _as_here(entry: Entry, ahead_s: float) -> Entry:
 
 
 class ClusterReader(DeviceReader):
-    """The devices of all nodes, from the last readings of their agents.
-
-    Args:
-        nodes: The nodes.
-        kind: Kind of all their devices.
-    """
+    """The devices of all nodes, all of one kind, from the last readings of their agents."""
 
     remote = True
 
@@ -349,13 +340,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
 
 
 class NodeMemory(ProcessMemory):
-    """Memory of a process on a node. Allocations on simulated devices are booked there.
-
-    Args:
-        kind: Kind of the devices.
-        node: Node of the devices.
-        budget_bytes: Cap of the process on each device; `None`: no cap.
-    """
+    """Memory of a process on a node, with a cap on each device (`None`: none). Simulated allocations are booked there."""
 
     def __init__(self, kind: DeviceKind, node: Node, budget_bytes: Sequence[int] | None) -> None:
         super().__init__(kind)

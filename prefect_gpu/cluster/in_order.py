@@ -26,12 +26,7 @@ class InOrder:
         self._waiting: deque[Callable[[], object]] | None = None
 
     def take(self, step: Callable[[], object], slow: bool = False) -> None:
-        """Run a step: at once, or after the waiting steps.
-
-        Args:
-            step: The step; its exceptions are logged.
-            slow: A thread of its own runs the step.
-        """
+        """Run a step at once, or after the waiting steps; log its exceptions. A slow step gets a thread of its own."""
         with self._lock:
             waiting = self._waiting
             if waiting is not None:

@@ -235,7 +235,7 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Set the function that is called with the reason when all nodes are lost, before their processes count as killed."""
+        """Set the function called with the reason when all nodes are lost, before their processes count as killed."""
         self._on_lost = on_lost
         if self._lost:
             on_lost(self._lost)
@@ -533,7 +533,7 @@ class Cluster:
 
 
 def _connect(ray: Any, address: str) -> None:
-    """Connect this process to a cluster, or raise Ray's error or `_try_connection`'s; then another address can be tried."""
+    """Connect this process to a cluster, or raise an error (Ray's or `OSError`); then another address can be tried."""
     _try_connection(address)
     for left in reversed(range(CLIENT_TRIES)):
         try:

@@ -418,7 +418,7 @@ class NodeAgent:
             self._tell(child, ChildRefused(error))
 
     def _confirm(self, launch: Launch) -> Ticket:
-        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`: they are not free any more."""
+        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`: they are not free."""
         assert self._broker is not None
         request = replace(launch.request, sequence=next_sequence())
         ticket = self._broker.submit(request)

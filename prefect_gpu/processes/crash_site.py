@@ -20,12 +20,9 @@ _NOT_USERS = (
 
 
 def crashed_at(stderr_tail: str) -> str:
-    """Return the innermost user's line of a crash, as in `train (script.py:12)`; empty: it is not known.
+    """Return the innermost user's line of a crash, as in `train (script.py:12)`; empty: unknown.
 
     Any other file's innermost line is returned if no file of the user's is among the frames.
-
-    Args:
-        stderr_tail: End of the standard error of the process.
     """
     found = _CRASHED.search(stderr_tail)
     if found is None:

@@ -101,12 +101,7 @@ def check_modules(names: Iterable[str]) -> None:
 
 
 class ForkServer:
-    """One fork server. Safe to use from several threads, which wait for each other.
-
-    Args:
-        modules: Modules to import, in this order.
-        sys_path: Folders that are searched for the modules.
-        environment: The server's own variables.
+    """One fork server, which imports `modules` in this order. Safe to use from several threads, which wait.
 
     Raises:
         OSError: The system refuses to start a process.

@@ -185,9 +185,7 @@ def obey(line: str, children: dict[int, str]) -> None:
 class Guardian:
     """The one guardian of all children of a launcher. For the launcher's thread only, except `forget`.
 
-    Args:
-        selector: Reports when the guardian ends.
-        children: Yields the process id and the token of every living child.
+    `children` yields the process id and the token of every living child.
     """
 
     def __init__(

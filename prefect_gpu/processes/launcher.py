@@ -211,14 +211,9 @@ def tell(listener: Listener, message: Any) -> None:
 
 
 class ProcessLauncher:
-    """Starts children on this machine. The thread starts with the first child and stays.
+    """Starts children on this machine, by default as fresh interpreters, from a thread that starts with the first child.
 
     In a fork of the parent, the launcher starts again without children.
-
-    Args:
-        exit_grace_s: Seconds that a child may take to end once its value has arrived.
-        silent_grace_s: Seconds that a child may live after it has closed its channel.
-        spawn: Starts a process.
     """
 
     def __init__(
@@ -329,7 +324,7 @@ class ProcessLauncher:
             self._reset()
 
     def _forget(self) -> None:
-        """In a fork of the parent: close its descriptors, so that the guardian notices its end, and start without children."""
+        """In a fork: close the parent's descriptors, so that the guardian notices its end, and start without children."""
         if self._thread is None:
             self._reset()
             return
@@ -624,12 +619,7 @@ class ProcessLauncher:
                 return
 
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
-        """Kill a child and every process that it started. The launcher's thread only.
-
-        Args:
-            child: The child; without effect on a child that has ended.
-            because: The reason, if the launcher itself decides so.
-        """
+        """Kill a living child and all its processes; `because`: a reason of the launcher's own. Launcher's thread only."""
         if child not in self._children or child.process is None:
             return
         if not because:

@@ -187,7 +187,7 @@ def _can_import(module: str) -> bool:
 
 
 class HostMemory(Protocol):
-    """The broker's facts about host memory for the standby pool; see `broker.Broker`. Safe to use from several threads."""
+    """The broker's facts about host memory, for the standby pool. Safe to use from several threads."""
 
     @property
     def host_promised_bytes(self) -> int:
@@ -255,12 +255,7 @@ class Standby:
                 place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
-        """Return the changes that this standby needs for a task of a kind; `None`: it is unsuitable.
-
-        Args:
-            kind: The task's.
-            environment: The whole environment of the task.
-        """
+        """Return the changes that this standby needs for a task with this whole environment; `None`: it is unsuitable."""
         return late_changes(
             self.spec.environment,
             environment,
@@ -336,12 +331,7 @@ class KindRecord:
         return made.modules
 
     def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
-        """Record the result of a standby's imports.
-
-        Args:
-            warmed: The standby's report.
-            modules: The modules that this standby imported.
-        """
+        """Record a standby's report about its imports of these modules."""
         if not warmed.problem:
             if warmed.resident_bytes:
                 self.size_bytes = warmed.resident_bytes
@@ -396,10 +386,7 @@ def demands_of(
 ) -> list[KindDemand]:
     """Return the demand for each kind that is wanted or has standbys, the most urgent first.
 
-    Args:
-        records: Records of all kinds.
-        announced: Kinds of the submitted tasks without a process, in order of submission.
-        standbys: All standbys without a task.
+    `announced` has the kinds of the submitted tasks without a process, in order of submission.
     """
     used = sorted(
         (record for record in records.values() if record.last_used), key=lambda r: -r.last_used

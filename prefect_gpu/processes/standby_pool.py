@@ -96,10 +96,7 @@ class Announcement:
 class StandbyPool:
     """Keeps standbys and assigns them to tasks. Safe to use from several threads.
 
-    Args:
-        launcher: Starts the processes.
-        read_available: Returns the bytes of the machine's memory that new processes could use.
-        cores: Number of this process's cores.
+    `read_available` returns the bytes of the machine's memory that new processes could use.
     """
 
     def __init__(
@@ -412,7 +409,7 @@ class StandbyPool:
         return standby.place is not None
 
     def _imports_at_once(self) -> int:
-        """Return how many standbys may import at a time: half the cores; for a burst of tasks, all cores without a task."""
+        """Return how many standbys may import at a time: half the cores, in a burst of tasks all cores without a task."""
         half = most_imports(self._cores)
         return max(half, min(len(self._announced), self._cores - self._running))
 

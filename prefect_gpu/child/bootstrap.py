@@ -1,17 +1,15 @@
 """First lines of a child: make the interpreter like the parent's, then call `child.main`.
 
-Run by path, with the number of the channel's descriptor and a title (for `ps`). A fork of the fork
-server begins here too, with `main_of_fork`. Standard library only, and nothing of this package until
-`sys.path` is the parent's: the parent may have found `prefect_gpu` on a path that this interpreter
-would not search.
+Run by path, with the number of the channel's descriptor and a title (for `ps`). A fork of the fork server begins with
+`main_of_fork`. Standard library only, and nothing of this package until `sys.path` is the parent's: the parent may
+have found `prefect_gpu` on a path that this interpreter would not search.
 """
 
 import os
 import sys
 
-# The folder of this file, which the interpreter put there since it runs this file by path; with `-P`
-# or `-I` it did not. `multiprocessing` imports this file as `__mp_main__` in the processes that a body
-# spawns, where the first path is the body's own.
+# This file's folder, which Python puts there for a file run by path, but not with `-P` or `-I`. In processes that a
+# body spawns, `multiprocessing` imports this file as `__mp_main__`, and the first path is the body's own.
 if __name__ == "__main__" and sys.path[:1] in (
     [os.path.dirname(__file__)],
     [os.path.dirname(os.path.realpath(__file__))],
@@ -80,8 +78,8 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
     """
     os.setsid()
     with socket.socket(fileno=reply) as answer:
-        # The server reaps this process as it ends, and its id may then be another's. The parent
-        # gets the pidfd once this process leads a session: a kill of the session would miss it before.
+        # The server reaps this process as it ends, and its id may then be another's. The parent gets the pidfd once
+        # this process leads a session: a kill of the session would miss it before.
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
         os.close(pidfd)
@@ -100,8 +98,8 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
     try:
         if wanted["cwd"]:
             os.chdir(wanted["cwd"])
-        # A fresh interpreter takes fresh entropy. So does Python's own generator in a fork, but not
-        # NumPy's; PyTorch's begins with a fixed seed in each process.
+        # A fresh interpreter takes fresh entropy. So does Python's own generator in a fork, but not NumPy's; PyTorch's
+        # begins with a fixed seed in each process.
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed()

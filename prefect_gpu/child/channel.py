@@ -80,8 +80,7 @@ class Channel:
             try:
                 sent = transport.send(self._socket, header, value.files)
             except ProtocolError:
-                # The value's files cannot be sent now, and nothing of it was sent; the parent waits for a
-                # value.
+                # The value's files cannot be sent now, and nothing of it was sent; the parent waits for a value.
                 contents = value.open()
                 header, body = transport.pack([contents.stream], contents.buffers, None).frame
                 sent = 0
@@ -181,7 +180,7 @@ class Channel:
             guardian.kill_group(pid)
 
     def _check(self) -> None:
-        """Check that the descriptor still is the channel's."""
+        """Raise `OSError` if the descriptor is not the channel's any more."""
         # A body that closes all descriptors may then have opened a file with the same number.
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")

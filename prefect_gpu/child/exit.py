@@ -1,8 +1,8 @@
 """The end of a child: user code is finalised, files are written, libraries are not finalised.
 
-Python's own end looks at all objects several times and clears module after module. With a framework this takes
-more than a second, in which the device's memory stays in use. A fresh interpreter calls `run_exit_functions`
-and `finalise_users_modules`, then ends as usual. A fork ends with `end_fork`.
+Python's own end looks at all objects several times and clears module after module. With a framework this takes more
+than a second, in which the device's memory stays in use. A fresh interpreter calls `run_exit_functions` and
+`finalise_users_modules`, then ends as usual. A fork ends with `end_fork`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def end_fork(code: int) -> NoReturn:
     the end and `atexit` functions of C libraries are not called.
     """
     run_exit_functions()
-    # Objects that the server made are frozen: looking at them would copy their pages.
+    # Objects that the server made are frozen, so their pages are not copied by a look at them.
     write_open_files()
-    # The standard streams are among these, and may hold a line that has no end yet.
+    # The standard streams are frozen too, and may hold a line that has no end yet.
     _write((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
     os._exit(code)
 
@@ -52,16 +52,14 @@ def end_fork(code: int) -> NoReturn:
 def finalise_users_modules() -> None:
     """Collect the user's modules and the task's objects, and freeze all other objects.
 
-    Objects get their `__del__` as in a script, while the globals of their modules are still there and
-    libraries still work. A module that a library holds (in a cache of `typing`, say) stays whole.
-    Python's own end then only releases modules.
-
-    Under `-X dev` Python's own end does all of this, since only the collector reports unclosed files of libraries.
+    Objects get their `__del__` as in a script, while the globals of their modules are still there and libraries still
+    work. A module that a library holds (in a cache of `typing`, say) stays whole. Python's own end then only releases
+    modules. Under `-X dev` Python's own end does all of this, since only the collector reports unclosed files of libraries.
     """
     if sys.flags.dev_mode:
         gc.unfreeze()
-    # Before the collection, which may close a descriptor before the buffer above it (seen in CPython 3.11, at
-    # the first collection of a module and its file): the text would be lost.
+    # Before the collection, which may close a descriptor before the buffer above it (seen in CPython 3.11, at the first
+    # collection of a module and its file): the text would be lost.
     files = write_open_files()
     if sys.flags.dev_mode:
         return

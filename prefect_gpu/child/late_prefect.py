@@ -74,8 +74,7 @@ class LatePrefect:
         Raises:
             Exception: Prefect is imported already, and the context cannot be entered.
         """
-        # The importing thread's context may not be the body's, so Prefect's variables are set in a context of
-        # their own.
+        # The importing thread's context may not be the body's, so Prefect's variables get a context of their own.
         context, stack = Context(), contextlib.ExitStack()
 
         def enter() -> None:
@@ -129,9 +128,6 @@ class _StandIn(logging.Handler):
     """Stands in for Prefect's handlers, and imports Prefect for its first record.
 
     While it is installed, `logging.basicConfig` does nothing, as beside Prefect's handlers.
-
-    Args:
-        logger: Gets this handler.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -165,11 +161,7 @@ class _StandIn(logging.Handler):
 
 @contextlib.contextmanager
 def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
-    """Set Prefect's logging up as if before all else; import the rest of Prefect in a `with` block.
-
-    Prefect uses `logging.config.dictConfig`, which replaces levels and handlers and closes existing handlers.
-    Changes of `logging` by the body and its modules are kept.
-    """
+    """Set Prefect's logging up as if before all else; import the rest of Prefect in a `with` block."""
     if not stand_ins:
         # Prefect was imported before this process was forked.
         yield
@@ -178,8 +170,9 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
     found = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
     handlers = {each: [*each.handlers] for each in before}
-    # A new list, since `logging` may be iterating over the old one. Beside handlers with a format, Prefect
-    # would leave the root logger alone.
+    # `dictConfig` replaces levels and handlers and closes existing handlers, so changes of the body and its modules are
+    # restored below. A new list, since `logging` may be iterating over the old one. Beside handlers with a format,
+    # Prefect would leave the root logger alone.
     root.handlers = [handler for handler in root.handlers if handler in stand_ins]
     for stand_in in stand_ins:
         stand_in.logger.handlers = [*stand_in.logger.handlers]

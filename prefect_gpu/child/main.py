@@ -90,7 +90,7 @@ def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
 
 
 class _Interrupts:
-    """SIGINT in this process: without effect (the bootstrap has set it so), except while the task runs."""
+    """SIGINT in this process: without effect, as the bootstrap has set it, except while the task runs."""
 
     def __init__(self) -> None:
         self._without_effect = signal.getsignal(signal.SIGINT)
@@ -146,8 +146,8 @@ def _run(
         call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
-            # The bootstrap switched the collector off for the imports. The first pass visits all their objects
-            # (0.1 s with PyTorch), outside the body's time.
+            # The bootstrap switched the collector off for the imports. The first pass visits all their objects (0.1 s
+            # with PyTorch), outside the body's time.
             gc.collect(0)
             gc.enable()
             prepare.interpreter.apply_before_body()
@@ -176,8 +176,8 @@ def _run(
     except BaseException as error:
         in_task.set_current_recorder(None)
         if failed is None:
-            # An error while the call was read, a framework was set up for it, or its result was copied to
-            # the host, counts as well.
+            # Errors while the call was read, a framework was set up for it, or its result was copied to the host count
+            # as well.
             failed, shortage = error, find_shortage(error, names, readings)
         raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
@@ -191,11 +191,7 @@ def _run(
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:
-    """Ask the flow's process for an attribute of one of its modules.
-
-    Raises:
-        AttributeError: The module has no such attribute, or it cannot be sent.
-    """
+    """Return an attribute of a module of the flow's process; raise `AttributeError` if it is missing or unsendable."""
     try:
         return channel.ask("attribute", module=module, name=name).load()
     except AttributeError:
@@ -234,9 +230,6 @@ def calibrate(framework: str) -> None:
     """Use a framework on its device, in place of a body, and keep its memory there.
 
     The parent reads the device and ends this process without an answer.
-
-    Args:
-        framework: Name of the framework.
 
     Raises:
         FrameworkError: The framework is not installed, or failed on the device.

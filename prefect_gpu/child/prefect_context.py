@@ -79,10 +79,7 @@ class RunContexts:
 
     A copy has no result store: only the flow's process writes the task's result and holds its lock.
     Transactions that the body begins end in this process, with the body.
-
-    Args:
-        transactions: From `context_for_child`: the task run's own, then the outer ones.
-        stack: Leaves the transactions when it is closed.
+    `transactions` has the task run's own first, then the outer ones. `stack` leaves them when it is closed.
     """
 
     def __init__(self, transactions: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> None:

@@ -1,10 +1,9 @@
 """The fork server's process: imports libraries, then forks a process for each request.
 
-Run by path, with the descriptor of the control socket and a title for `ps`. This process computes nothing,
-starts no thread and touches no device, so that its forks are as good as fresh interpreters after the same
-imports. `bootstrap` has the start of a fork; `prefect_gpu.processes.fork_server` is the parent's side.
-
-Standard library only until `sys.path` is the parent's, as in `bootstrap`.
+Run by path, with the descriptor of the control socket and a title for `ps`. This process computes nothing, starts no
+thread and touches no device, so that its forks are as good as fresh interpreters after the same imports. `bootstrap`
+has the start of a fork; `prefect_gpu.processes.fork_server` is the parent's side. Standard library only until
+`sys.path` is the parent's, as in `bootstrap`.
 """
 
 import os
@@ -85,8 +84,7 @@ def serve(control: socket.socket) -> None:
             if not request:
                 return
             if len(received) < 5:
-                # There was no free descriptor for some of them. The parent sees its end of the reply socket
-                # close.
+                # There was no free descriptor for some of them. The parent sees its end of the reply socket close.
                 _close(received)
                 continue
             channel, stdout, stderr, reply, content = received
@@ -125,9 +123,9 @@ def _close(descriptors: Iterable[int]) -> None:
 def end_with_parent(control: socket.socket, on: bool) -> None:
     """Make the kernel end this process when the parent closes its end of `control`, or stop that.
 
-    During imports, which take seconds, nothing reads the socket, and no thread may be started for it. An
-    asynchronous socket sends SIGIO when the other end closes, and SIGIO ends a process. The parent
-    sends nothing until this process has reported.
+    During imports, which take seconds, nothing reads the socket, and no thread may be started for it. An asynchronous
+    socket sends SIGIO when the other end closes, which ends a process. The parent sends nothing before this process has
+    reported.
     """
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     if not on:

@@ -51,14 +51,13 @@ LEAST_FOR_SLOPE = 4
 class StepBook:
     """Collects the facts about one body's steps. For one thread at a time.
 
-    The first step ends at the first boundary. It takes more memory than later ones: frameworks try
-    kernels in it. Steps count as *steady* after the first one, and after the last one in which the
-    allocator had to release its cache. The open step begins at the last boundary. Its memory counts, since a
-    budget must hold it too; its seconds do not. A step that was read only at its ends shows no peak: on a busy
-    machine samples come late.
+    The first step ends at the first boundary. It takes more memory than later ones: frameworks try kernels in it. Steps
+    are *steady* after the first one, and after the last one in which the allocator had to release its cache. The open
+    step begins at the last boundary; its memory counts, since a budget must hold it, but its seconds do not. A step read
+    only at its ends shows no peak: on a busy machine samples come late.
 
-    If steady steps are not alike, inputs change size. The first step may then have had the largest input, so
-    its memory counts.
+    If steady steps are not alike, inputs change size. The first step may then have had the largest input, so its memory
+    counts.
     """
 
     def __init__(self) -> None:
@@ -211,8 +210,8 @@ class Recorder:
         self._source = source
         self._clock: Clock = clock or RealClock()
         PROCESS_RESOURCES.after_fork(self, Recorder.forget)
-        # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under the lock,
-        # so that they are recorded in the order in which they were taken.
+        # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under the lock, so that they are
+        # recorded in the order in which they were taken.
         self._lock = threading.RLock()
         self._book = StepBook()
         self._keeper = MarkKeeper()
@@ -313,8 +312,7 @@ class Recorder:
             if counters is None:
                 return None
             live, reserved = counters.live_bytes, counters.reserved_bytes
-            # A peak that differs from the last reading's is newer than that reading. A lower peak was reset by
-            # the body.
+            # A peak unlike the last reading's is newer than that reading. A lower peak was reset by the body.
             if counters.peak_live_bytes != self._peak_live_bytes:
                 live, at_end = max(live, counters.peak_live_bytes), False
             self._peak_live_bytes = counters.peak_live_bytes
@@ -378,8 +376,7 @@ class Recorder:
         if not self._in_full and at_s >= self._sample_due_s:
             found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        # Counters are also read after an allocation retry, so that an earlier peak does not count as a later
-        # one.
+        # Also after an allocation retry, so that an earlier peak does not count as a later one.
         if self._in_full or self._book.released_cache:
             counters = self.counters(at_end=True)
             found = None
@@ -462,8 +459,7 @@ SAMPLE_SHARE = 100
 #: Varied fraction of the interval, so that samples do not fall in step with the body's loop.
 JITTER = 0.6
 
-#: Seconds to wait for the thread's end. A call into a framework or the driver may not return; the thread is
-#: then left behind.
+#: Seconds to wait for the thread's end. A call into a driver may never return: the thread is then left.
 END_S = 30.0
 
 

@@ -26,8 +26,8 @@ _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
 # Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
 
-#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed
-#: the allowed bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
+#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed the
+#: allowed bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
 _TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
 _TORCH_FREE = rf"of which {_SIZE} is free"
 _TORCH_WANTED = rf"Tried to allocate {_SIZE}"
@@ -43,11 +43,10 @@ _CUPY = (
 
 
 def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
-    """Read the texts of PyTorch and CuPy about the device and their own limit. Pure.
+    """Read PyTorch's and CuPy's texts about the device and their own limit. Pure.
 
     Returns:
-        The facts in the text, and the number of the device among the process's own, from 0 (`None`: not in the
-        text).
+        The facts in the text, and the number of the device among the process's own, from 0 (`None`: not in the text).
     """
     wanted = parse_wanted_bytes(text)
     cupy = re.search(_CUPY, text)

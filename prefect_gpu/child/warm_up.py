@@ -1,8 +1,8 @@
 """A standby: import modules ahead of the task, then become the task's process.
 
-An import may start a framework or driver, which a policy can then no longer configure. `find_started` reports
-that, and such a process must not run a task. `processes.standby_kind` chooses the modules, and
-`frameworks.adapter` knows which variables may still change afterwards.
+An import may start a framework or driver, which a policy can then no longer configure. `find_started` reports that,
+and such a process must not run a task. `processes.standby_kind` chooses the modules, and `frameworks.adapter` knows
+which variables may still change afterwards.
 """
 
 from __future__ import annotations
@@ -129,11 +129,7 @@ def become_task_process(late: Late) -> None:
 
 
 def _check_modules(late: Late) -> None:
-    """Make sure that a process started now would import the same user's modules.
-
-    Raises:
-        ImportError: A process started now would import other modules, or may do so.
-    """
+    """Raise `ImportError` if a process started now could import other modules of the user's."""
     origin = _origin
     if not origin.files:
         return

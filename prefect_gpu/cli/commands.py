@@ -1,8 +1,8 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
 Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
-argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about flow
-runs that have ended are in `run_commands`, `simulate` is in `simulate_command`. What `status` shows is in `status`.
+argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about past
+flow runs are in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`.
 """
 
 from __future__ import annotations
@@ -57,24 +57,21 @@ app = App(
 
 
 def _add(command: Callable[..., Any], name: str, group: App = app) -> None:
-    """Add a command, with the examples of its docstring, which Cyclopts leaves out, below its help."""
+    """Add a command; show the examples of its docstring, which Cyclopts leaves out, below its help."""
     _, _, examples = (inspect.getdoc(command) or "").partition("Examples:\n")
     group.command(command, name=name, help_epilogue=f"Examples:\n\n{examples}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return the exit code.
 
     Args:
         argv: Arguments after the program's name. `None`: those of this process.
-
-    Returns:
-        The exit code.
     """
     tokens = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # As the output of children: what cannot be written in the terminal's encoding is escaped.
+            # As for the output of children: characters outside the terminal's encoding are escaped.
             stream.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         return _refuse("the output cannot be written: it is closed")
@@ -86,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = app(tokens)
         if result is not None and not isinstance(result, int):
             print(result)
-        # Here, where an error of it can be caught.
+        # Flushed here, where its error can be caught.
         sys.stdout.flush()
     except BrokenPipeError:
-        # What reads the output has ended, such as `head`.
+        # The reader of the output, such as `head`, has ended.
         _discard(sys.stdout)
         return 1
     except KeyboardInterrupt:
@@ -106,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-#: Error numbers of a write to standard output: a full disk, a quota, a limit, a terminal that is gone, a closed descriptor.
+#: Errors of a write to standard output: a full disk, a quota, a limit, a lost terminal, a closed descriptor.
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -130,7 +127,7 @@ def _print_error(text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop what a stream could not write: Python flushes it again at its end, and fails."""
+    """Drop the unwritten output of a stream: Python would flush it again at its end, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -150,7 +147,7 @@ def _commands() -> list[str]:
 
 
 def _explain(error: CycloptsError) -> str:
-    """Return an error of the command line on one line, with what is accepted."""
+    """Return a command-line error on one line, with the accepted values."""
     text = " ".join(str(error).split()).removesuffix(".")
     if isinstance(error, UnknownOptionError):
         names = {name for argument in error.argument_collection for name in argument.names}
@@ -159,7 +156,7 @@ def _explain(error: CycloptsError) -> str:
     if isinstance(error, UnusedCliTokensError):
         text = f"nothing is expected here: {' '.join(error.unused_tokens or ())}"
     if isinstance(error, UnknownCommandError):
-        # Cyclopts itself names eight.
+        # Cyclopts itself names only eight commands.
         text = f"{text.partition('. ')[0]}. Available commands: {', '.join(_commands())}"
     return f"{text} (see prefect-gpu {' '.join((*(error.command_chain or ()), '--help'))})"
 

@@ -1,8 +1,8 @@
-"""Find out whether a machine is fit for GPU tasks, and how to mend what is not: `prefect-gpu doctor`.
+"""Check whether a machine is fit for GPU tasks, and say how to repair it: `prefect-gpu doctor`.
 
-Each check reads one thing and returns findings. Frameworks are looked at in processes of their own, side by side: importing one
-takes seconds and may create a CUDA context, which ends with its process. What the answers mean is decided by the `judge_…`
-functions, which are pure.
+Each check reads one thing and returns findings. Frameworks are checked in processes of their own, side by side:
+importing one takes seconds and may create a CUDA context, which ends with its process. The `judge_…` functions
+evaluate the answers and are pure.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
 from prefect_gpu.units import GIB, format_bytes
 
-#: What a finding means: all is well, good to know, or tasks will fail.
+#: Meaning of a finding: all is well, good to know, or tasks will fail.
 Level = Literal["ok", "note", "problem"]
 
-#: Seconds in which a framework must have told its devices. The first start on a cold disk takes a minute.
+#: Seconds in which a framework must report its devices. The first start on a cold disk takes a minute.
 FRAMEWORK_S = 180.0
 
-#: Open files and processes below which a flow of many tasks may reach the limit: about ten files for a task that runs, and
-#: a thread for each that waits.
+#: Open files and processes below which a flow of many tasks may reach the limit: about ten files for each running task,
+#: and a thread for each waiting task.
 LEAST_FILES = 1024
 LEAST_PROCESSES = 4096
 
-#: What PyTorch's `DataLoader` needs of `/dev/shm`; containers have 64 MiB of it by default.
+#: Need of PyTorch's `DataLoader` in `/dev/shm`, in bytes; containers have 64 MiB of it by default.
 LEAST_SHARED_BYTES = GIB
 
-#: By package: a program that finds its version, the CUDA or ROCm version that it was built for ("" for a CPU build), and how
-#: many GPUs it can use.
+#: By package: a program that prints its version, the CUDA or ROCm version of the build ("" for a CPU build), and the
+#: number of GPUs it can use.
 PROGRAMS: Mapping[str, str] = {
     "torch": """
 import torch
@@ -83,7 +83,7 @@ found = onnxruntime.__version__, "CUDAExecutionProvider" if gpu else "", None
 """,
 }
 
-#: By package: what to install to use NVIDIA GPUs.
+#: By package: the build to install for NVIDIA GPUs.
 GPU_BUILDS = {
     "torch": "pip install torch (its default build for Linux), or the one that pytorch.org names",
     "tensorflow": 'pip install "tensorflow[and-cuda]"',
@@ -95,29 +95,29 @@ GPU_BUILDS = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     subject: str
     level: Level
-    #: What was found.
+    #: The result, for people.
     text: str
-    #: What to do; empty: nothing.
+    #: The repair; empty: none is needed.
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What a framework says of itself."""
+    """Facts that a framework reports about its build."""
 
     version: str
-    #: What it was built for, as in "12.8"; empty: no GPU.
+    #: CUDA or ROCm version of the build, as in "12.8"; empty: no GPU.
     cuda: str
-    #: GPUs that it can use; `None`: it does not say.
+    #: Number of GPUs that it can use; `None`: it does not report one.
     devices: int | None
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything; yield each finding as soon as it is there."""
+    """Run all checks; yield each finding as soon as it is known."""
     driver, gpus = check_driver()
     yield from driver
     yield from check_dependencies(_requirements(), _installed)
@@ -135,7 +135,7 @@ def examine() -> Iterator[Finding]:
 
 
 def check_driver() -> tuple[list[Finding], int]:
-    """Return what NVML says, and how many GPUs it shows."""
+    """Return the findings about the driver, and the number of GPUs that NVML shows."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         reader = NvmlReader(visible)
@@ -158,7 +158,7 @@ def check_driver() -> tuple[list[Finding], int]:
 
 
 def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], int]:
-    """Return the findings about GPUs, and how many of them work."""
+    """Return the findings about GPUs, and the number of working GPUs."""
     working = [each for each in snapshots if not each.error]
     found = []
     if working:
@@ -187,7 +187,7 @@ def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], i
 
 
 def _requirements() -> list[str]:
-    """Return what the package needs; nothing is known of one that is used from its source and is not installed."""
+    """Return the package's requirements; empty if the package is not installed but used from its source."""
     try:
         return importlib.metadata.requires("prefect-gpu") or []
     except importlib.metadata.PackageNotFoundError:
@@ -200,8 +200,8 @@ def check_dependencies(
     """Yield a finding for each dependency that is missing or of a version that does not work.
 
     Args:
-        requirements: Those of the package, as its metadata lists them.
-        installed: Returns the version of a package; `None`: it is not there.
+        requirements: Requirements of the package, from its metadata.
+        installed: Returns the version of a package; `None`: it is not installed.
     """
     wrong = False
     for requirement in map(Requirement, requirements):
@@ -230,7 +230,7 @@ def _installed(name: str) -> str | None:
 
 
 def check_server() -> Iterator[Finding]:
-    """Yield what answers at Prefect's API."""
+    """Yield the findings about Prefect's API."""
     settings = get_current_settings()
     url = settings.api.url
     if not url:
@@ -269,7 +269,7 @@ def check_ledger() -> Finding:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Yield what the system allows this user."""
+    """Yield the findings about this user's limits."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     yield judge_limit("open files", files, LEAST_FILES, "ulimit -n 65536")
@@ -298,8 +298,8 @@ def judge_shared(total_bytes: int) -> Finding:
 
 
 def look_at(framework: str) -> Build | str:
-    """Import a framework in a process of its own; return what it says, or why it failed."""
-    # The paths of this command: with `-c` Python searches the current folder first. `-P` is of Python 3.11.
+    """Import a framework in a process of its own; return its build, or why it failed."""
+    # The paths of this command: with `-c` Python searches the current folder first. `-P` needs Python 3.11.
     program = f"""
 import sys
 sys.path[:] = {import_paths()!r}
@@ -327,9 +327,9 @@ def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
     """Return the finding about one framework.
 
     Args:
-        name: Of its package.
-        build: What it says of itself, or why it cannot be imported.
-        gpus: GPUs that the driver shows.
+        name: Name of the framework's package.
+        build: The build, or why the framework cannot be imported.
+        gpus: Number of GPUs that the driver shows.
     """
     if isinstance(build, str):
         return Finding(name, "problem", f"cannot be imported: {build}", "see the error")

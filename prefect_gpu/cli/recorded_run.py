@@ -1,9 +1,9 @@
-"""A flow run that has ended, as a list of tasks that `simulation` can replay on other devices.
+"""A past flow run as a list of tasks that `simulation` can replay on other devices.
 
-It covers what each process of a GPU task held and for how long, and what it waited for. Where these figures come from
-is `reports.published`. Tasks without a gpu tag hold no device: they are only the time that passes between two GPU
-tasks. What the flow's own code waited for, as in `future.result()`, is not recorded. A task that was submitted after a
-result had come is taken to have been submitted because of it, as long after it as it was.
+Each process of a GPU task becomes a task with its memory, duration and predecessors. `reports.published` reads the
+figures. Tasks without a gpu tag hold no device: they are only the time between two GPU tasks. Waits of the flow's own
+code, as in `future.result()`, are not recorded: a task submitted after a result had come counts as submitted because
+of it, with the same delay.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from prefect_gpu.scheduling.model import Request
 
 
 class Measured(NamedTuple):
-    """What was measured of a flow run."""
+    """Measurements of a flow run."""
 
     flow_run: str
     flow_run_id: str
     #: Seconds from the first request for a device to the last end of a process.
     measured_makespan_s: float
-    #: Names of the devices that were used, one for each device.
+    #: Names of the used devices, one for each device.
     measured_devices: tuple[str, ...]
 
 
 def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
-    """Return one task for each process of a flow run, in the order of their requests, and what was measured of it.
+    """Return one task for each process of a flow run, in the order of their requests, and the run's measurements.
 
     Args:
-        run: Its published reports.
+        run: The published reports.
 
     Raises:
-        ReportError: It has no report of a process, or another version published one.
+        ReportError: There is no report of a process, or another version published one.
     """
     reports = sorted(
         (r for r in run.task_reports if r.devices), key=lambda r: (_asked_at(r), r.attempt)
@@ -61,7 +61,7 @@ def _list(
     results = sorted(
         (r.placed_at + r.start_s + r.run_s + r.suspended_s, at) for at, r in enumerate(reports)
     )
-    #: By task run: position of its last process so far.
+    #: Position of the last process so far, by task run.
     last: dict[UUID, int] = {}
     for position, report in enumerate(reports):
         asked_at = _asked_at(report)
@@ -70,7 +70,7 @@ def _list(
         else:
             submission = submissions.get(report.task_run_id, Submission(asked_at, ()))
             before = _before(submission, submissions, last)
-            # The clocks that these two are read from may differ.
+            # The two times may come from different clocks.
             submitted_at = min(submission.submitted_at, asked_at)
             there = bisect.bisect_right(results, (submitted_at, position))
             before |= next(({at} for _, at in results[:there][::-1] if at < position), set())
@@ -96,7 +96,7 @@ def _list(
         yield ListedTask(
             request,
             report.held_s,
-            # What it comes after decides when it arrives.
+            # With predecessors, their ends decide when the task arrives.
             0.0 if before else asked_at - _asked_at(reports[0]),
             tuple(sorted(before)),
             max(0.0, asked_at - ready_at),

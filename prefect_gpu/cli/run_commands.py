@@ -1,7 +1,7 @@
-"""The commands about flow runs that have ended: `report`, `recommend` and `history`.
+"""The commands about past flow runs: `report`, `recommend` and `history`.
 
-They ask Prefect's API. What reports advise is in `reports.advice`, what histories teach in `scheduling.history`; here are the
-commands' arguments and what they print.
+They ask Prefect's API. Advice comes from `reports.advice`, histories from `scheduling.history`; this module has the
+arguments and the output of the commands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefect_gpu.reports.advice import TaskTags
     from prefect_gpu.reports.history import KeptHistory
 
-#: Flow runs whose reports are read. Older ones may be of another program.
+#: Number of flow runs whose reports are read. Older ones may be of another program.
 LAST_RUNS = 5
 
 AsJson = Annotated[bool, Parameter("--json")]
@@ -123,7 +123,7 @@ def _tags_row(tags: TaskTags) -> tuple[str, ...]:
 
 
 def _size(size_bytes: int | None) -> str:
-    # A process that ended at once shows no memory.
+    # The report of a process that ended at once shows no memory.
     return format_bytes(size_bytes) if size_bytes else "?"
 
 
@@ -263,7 +263,7 @@ def _history_json(history: KeptHistory) -> dict[str, Any]:
     return {
         **dataclasses.asdict(history.key),
         "artifact_key": history.artifact_key,
-        # Task runs that count for the next budget: one may have had several processes.
+        # Task runs that count for the next budget: a task run may have had several processes.
         "runs": len({run.task_run_id or at for at, run in enumerate(history.runs)}),
         "peak_bytes": max(peaks, default=None),
         "expected_s": expected_s(history.runs),

@@ -1,7 +1,7 @@
-"""`prefect-gpu simulate`: a list of tasks, or a flow run that was, on devices that do not exist.
+"""`prefect-gpu simulate`: a list of tasks, or a past flow run, on simulated devices.
 
-It covers the command's arguments and what it prints. How a list is read is in `task_list`, how a flow run becomes one in
-`recorded_run`, and how it is replayed in `simulation`.
+This module has the command's arguments and output. `task_list` reads a list, `recorded_run` makes one of a flow run,
+and `simulation` replays it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BOUNDS = {
     "places_s": "tasks a device",
 }
 
-#: Names that end like this, or have a folder in them, are files also if there is none.
+#: A source with such an end, or with a folder in it, is a file even if none exists.
 _FILE_ENDS = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
 
 
@@ -112,7 +112,7 @@ def simulate_command(
     if run is not None:
         names = collections.Counter(run.measured_devices)
         measured = ", ".join(f"{count} × {name}" for name, count in names.items())
-        # What the other devices change.
+        # The effect of the other devices.
         verdict = (
             f"{run.flow_run}: {format_seconds(schedule.makespan_s)} on {devices} instead of "
             f"{format_seconds(run.measured_makespan_s)} on {measured}"

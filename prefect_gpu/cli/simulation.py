@@ -1,7 +1,7 @@
 """A list of tasks on simulated devices in virtual time, scheduled by the broker of the runner.
 
-No process runs and no real clock is read: time jumps from one event to the next. Lists are read in `task_list`, or made of a
-flow run in `recorded_run`. Which task starts when and where is decided in `broker`.
+No process runs and no real clock is read: time jumps from one event to the next. Lists come from `task_list`, or from
+a flow run by `recorded_run`. `broker` decides which task starts when and where.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from prefect_gpu.scheduling.probes import READY_S
 class ListedTask:
     """One task of a list."""
 
-    #: Its name, memory and devices. Id, order and time of submission are set when it is submitted.
+    #: Name, memory and devices of the task. Id, order and time are set at its submission.
     request: Request
-    #: Seconds for which it holds its devices.
+    #: Seconds for which the task holds its devices.
     duration_s: float
-    #: Seconds from the beginning at which it is submitted.
+    #: Earliest submission, in seconds from the beginning.
     arrival_s: float = 0.0
-    #: Positions in the list of the tasks that must end before it is submitted.
+    #: Positions in the list of the tasks that must end before the submission.
     after: tuple[int, ...] = ()
-    #: Seconds from then, or from its arrival if that is later, to its submission.
+    #: Seconds from the last of these ends, or from the arrival if that is later, to the submission.
     lag_s: float = 0.0
-    #: Bytes that a first run which shares devices holds on each of them from its start on. `None`: it is no such run.
+    #: Bytes on each device, from the start on, of a first run that shares devices. `None`: no such run.
     probe_bytes: int | None = None
 
     @property
     def device_s(self) -> float:
-        """Seconds for which it holds its devices, added up over these."""
+        """Seconds for which the task holds its devices, summed over the devices."""
         return self.duration_s * self.request.count
 
     def least_bytes(self, size_bytes: int) -> float:
-        """Return the bytes that it takes of a device of a size, at least."""
+        """Return the least bytes that the task takes of a device of a given size."""
         memory = size_bytes if self.request.exclusive else self.request.memory
         if self.probe_bytes is not None:
             return self.probe_bytes
@@ -59,19 +59,19 @@ class ListedTask:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one task. Times are in seconds from the beginning; `None`: it never started."""
+    """The result of one task. Times are in seconds from the beginning; `None`: the task never started."""
 
     name: str
     submitted_s: float = 0.0
-    #: From its submission to its start.
+    #: Seconds from the submission to the start.
     waited_s: float | None = None
     started_s: float | None = None
     ended_s: float | None = None
-    #: Indices of its devices.
+    #: Indices of the task's devices.
     devices: tuple[int, ...] = ()
-    #: How often later tasks passed it that may have delayed it.
+    #: Number of times that a later task passed it and may have delayed it.
     passed: int = 0
-    #: Why it can never run. Empty: it ran.
+    #: Why the task can never run. Empty: it ran.
     refusal: str = ""
 
 
@@ -81,15 +81,15 @@ class Schedule:
 
     #: Seconds from the first arrival to the last end. 0: no task ran.
     makespan_s: float
-    #: The largest of the lower bounds of the duration of any schedule, and all of them by name.
+    #: The largest lower bound of any schedule's duration, and all bounds by name.
     lower_bound_s: float
     bounds: dict[str, float]
-    #: Seconds from submission to start.
+    #: Mean seconds from submission to start.
     mean_wait_s: float
     max_wait_s: float
-    #: Fraction of all memory, over the makespan, that was reserved. A first run counts for the memory that it held.
+    #: Reserved fraction of all memory over the makespan. A first run counts with the memory that it held.
     utilisation: float
-    #: In the order of the list.
+    #: Results in the order of the list.
     tasks: list[Outcome]
 
 
@@ -103,14 +103,14 @@ def simulate(
     """Return when and where the tasks of a list run.
 
     Args:
-        tasks: In the order of submission if they arrive together.
+        tasks: Tasks; those that arrive together are submitted in this order.
         devices: Simulated devices. The memory of a task includes its context.
         max_tasks: Most tasks on a device at a time. `None`: as many as fit.
         max_processes: Most tasks at a time. `None`: any number.
         settings: Further arguments of `Broker`.
     """
     settings["max_tasks_per_device"] = max_tasks
-    # The default of `Broker` is a number for each core of this machine.
+    # The default of `Broker` depends on this machine's cores.
     settings["max_processes"] = max_processes or sys.maxsize
     simulation = _Simulation(tasks, devices, settings)
     simulation.run()
@@ -126,8 +126,8 @@ class _VirtualClock(RealClock):
         return self.now_s
 
 
-#: Kinds of events. Those of one time are handled in this order: an end makes room for new requests. The last one is the
-#: moment at which the memory of a first run counts as settled, so that another one may start beside it.
+#: Kinds of events, in the order in which events of one time are handled: an end frees devices for new requests. At
+#: `_SETTLED` the memory of a first run counts as settled, so that another one may start beside it.
 _END, _ARRIVAL, _SETTLED = range(3)
 
 
@@ -137,16 +137,15 @@ class _Simulation:
     def __init__(
         self, tasks: Sequence[ListedTask], devices: SimulatedDevices, settings: dict[str, Any]
     ) -> None:
-        # By position in the list.
         self._tasks = tasks
         self._outcomes = [Outcome(task.request.task_name) for task in tasks]
-        #: When each task would end if none had to wait for a device, in seconds.
+        #: End of each task in seconds if no task had to wait for a device.
         self._chain_s: dict[int, float] = {}
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
         #: Memory of first runs.
         self._held: dict[int, ProcessMemory] = {}
-        #: The memory of a device has changed since the broker has looked.
+        #: The memory of a device has changed since the broker's last reading.
         self._changed = False
         #: Reserved memory of ended tasks over time, in byte-seconds.
         self._byte_s = 0.0
@@ -211,12 +210,12 @@ class _Simulation:
         self._outcomes[at].submitted_s = self._clock.now_s
         request = replace(task.request, sequence=next(self._numbers))
         if (task.probe_bytes or 0) > max(self._capacities.values()):
-            # It is refused.
+            # Larger than every device: the broker refuses it.
             request = replace(request, memory=task.probe_bytes, probe_fraction=0.0)
         self._waiting[at] = self._broker.submit(request)
 
     def _follow(self) -> None:
-        """Carry out what the broker has decided."""
+        """Carry out the broker's decisions."""
         for at, ticket in [each for each in self._waiting.items() if each[1].decided]:
             del self._waiting[at]
             if ticket.error is None:
@@ -239,7 +238,7 @@ class _Simulation:
             self._hold(at, ticket)
 
     def _hold(self, at: int, ticket: Ticket) -> None:
-        """Allocate the memory of a first run. The budgets of other tasks are reserved anyway."""
+        """Allocate the memory of a first run. Other tasks' budgets are reserved anyway."""
         pid, uuids = next(self._numbers), [device.uuid for device in ticket.devices]
         memory = self._held[at] = self._reader.process_memory(uuids, None)
         memory.attach(pid)
@@ -251,13 +250,13 @@ class _Simulation:
         ticket.on_short = lambda device: self._start_again(at)
         settled_s = self._clock.now_s + READY_S
         if settled_s - self._clock.now_s < READY_S:
-            # It was rounded down.
+            # The sum was rounded down.
             settled_s = math.nextafter(settled_s, math.inf)
         self._push(settled_s, _SETTLED, at)
         self._changed = True
 
     def _start_again(self, at: int) -> None:
-        """End a first run for the others on its device. It keeps its place in the order, and gets a device to itself."""
+        """End a first run for its neighbours. It keeps its place in the order, and gets a device to itself."""
         request = replace(self._stop(at).request, probe_fraction=0.0)
         self._waiting[at] = self._broker.submit(request)
         self._changed = True
@@ -284,10 +283,10 @@ class _Simulation:
         span_s = max([begin_s, *(o.ended_s or 0.0 for o in self._outcomes)]) - begin_s
         waits_s = [o.waited_s for o in self._outcomes if o.waited_s is not None] or [0.0]
         ran, sizes = [self._tasks[at] for at in self._chain_s], self._capacities.values()
-        # The device that a task has to itself is at least as large as the smallest.
+        # A device that a task has to itself is at least as large as the smallest.
         small, large = min(sizes), max(sizes)
         byte_s = sum(task.least_bytes(small) * task.device_s for task in ran)
-        # No two of these fit on one device.
+        # No two of these tasks fit on one device.
         large_s = sum(task.device_s for task in ran if task.least_bytes(large) * 2 > large)
         places = len(sizes) * max_tasks if max_tasks else math.inf
         bounds = {

@@ -1,8 +1,8 @@
-"""What the devices of this machine hold now, and what waits for them: `prefect-gpu status`.
+"""The tasks on the devices of this machine, and the waiting requests: `prefect-gpu status`.
 
-The host's ledger says which tasks of all flows hold or want memory, the devices say what is really used. Both are
-read once; what follows is arithmetic over values, the same that brokers do (`scheduling.memory`), and the reason of a
-wait is the one that they would give (`scheduling.scheduling_pass.explain`). Nothing is changed.
+The host's ledger lists the tasks of all flows that hold or want memory; the devices show the memory in use. Both are
+read once. The rest is arithmetic over values with the brokers' own functions (`scheduling.memory`), and reasons of
+waits are the brokers', too (`scheduling.scheduling_pass.explain`). Nothing is changed.
 
     devices, ledger, names of processes -> Found -> machine_status (pure) -> Status -> status_lines, or JSON
 """
@@ -57,21 +57,21 @@ class TaskStatus:
     """A task that has devices."""
 
     task: str
-    #: Name and id of its task run; empty: it is of none.
+    #: Name and id of the task run; empty: there is none.
     task_run: str
     task_run_id: str
-    #: `runs`, `starts` (its process is not ready yet), or how far it is suspended.
+    #: `runs`, `starts` (the process is not ready yet), or the state of its suspension.
     state: str
     devices: tuple[HeldBy, ...]
-    #: Seconds since it got its devices; `None`: not known any more.
+    #: Seconds since the task got its devices; `None`: unknown.
     seconds: float | None
-    #: Its process; `None`: there is none yet, or its number means nothing here (another container).
+    #: Id of the task's process; `None`: no process yet, or its id is of another container.
     pid: int | None
-    #: The flow's process; `None`: as above.
+    #: Id of the flow's process; `None`: its id is of another container.
     flow_pid: int | None
     user: str
-    #: `first run`: what it needs is not known, and its budget is the most that it may take. `whole device`: it was given all
-    #: that its devices had free. Empty: it has a budget.
+    #: `first run`: the need is unknown, and the budget is the most that it may take. `whole device`: the task got all
+    #: free memory of its devices. Empty: it has a budget.
     mark: str = ""
 
 
@@ -81,7 +81,7 @@ class OtherProcess:
 
     pid: int
     index: int
-    #: `None`: the driver does not say.
+    #: `None`: the driver reports no figure.
     used_bytes: int | None
     name: str
     user: str
@@ -89,14 +89,14 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatus:
-    """A task that waits. The order of these is the order of the queue."""
+    """A waiting task. Tasks are listed in the order of the queue."""
 
     task: str
-    #: Name and id of its task run.
+    #: Name and id of the task run.
     task_run: str
     task_run_id: str
     priority: int
-    #: Seconds since it was submitted.
+    #: Seconds since the submission.
     seconds: float
     reason: str
     flow_pid: int | None
@@ -105,41 +105,41 @@ class WaitingStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What `prefect-gpu status` shows."""
+    """The content of `prefect-gpu status`."""
 
     devices: tuple[DeviceStatus, ...]
     tasks: tuple[TaskStatus, ...]
     waiting: tuple[WaitingStatus, ...]
     others: tuple[OtherProcess, ...]
-    #: A sentence about flows that cannot be seen, and the spelling that shows them. `None`: some flows are shown, or all can be.
+    #: A sentence about hidden flows, and the option that shows them. `None`: some flows are shown, or none is hidden.
     hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was read of the machine, all at one time."""
+    """All readings of the machine, taken at one time."""
 
     snapshots: Sequence[DeviceSnapshot]
-    #: By the id of their requests.
+    #: Entries of the ledger, by request id.
     entries: Mapping[str, Entry]
-    #: By name.
+    #: Owners in the ledger, by name.
     owners: Mapping[str, Owner]
-    #: Monotonic seconds at which requests got their devices, by id.
+    #: Monotonic seconds at which requests got their devices, by request id.
     placed_s: Mapping[str, float]
-    #: The PID namespace of the reader.
+    #: PID namespace of the reader.
     namespace: str
-    #: Bytes of the machine's own memory that new processes could use.
+    #: Bytes of host memory that new processes could use.
     available_bytes: int
-    #: Monotonic seconds.
+    #: Monotonic seconds of the readings.
     now_s: float
-    #: Devices that were asked for.
+    #: Requested devices.
     spec: DeviceSpec
     #: Returns the name and the user of a process.
     describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
 
 
 def machine_status(found: Found) -> Status:
-    """Return what a person asks of a machine, from what was read of it."""
+    """Return the status of a machine from its readings."""
     there = {snapshot.device.key for snapshot in found.snapshots}
     entries = {
         request_id: entry
@@ -288,8 +288,8 @@ def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], 
     """Open the devices and the ledger; yield a function that reads both.
 
     Args:
-        spec: Which devices.
-        folder: Of the ledger; `None`: the user's.
+        spec: Requested devices.
+        folder: Folder of the ledger; `None`: the user's.
 
     Raises:
         DeviceError: There are no such devices, or the ledger cannot be used.
@@ -305,7 +305,7 @@ def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], 
 
 
 def _read_status(store: HostStore, reader: DeviceReader, spec: DeviceSpec) -> Status:
-    # Removes what processes have left that are gone.
+    # Removes the entries of processes that are gone.
     store.changed()
     rows = store.read(0)
     entries = {row.request_id: row.entry for row in rows if row.entry is not None}
@@ -362,7 +362,7 @@ def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
 
 
 def _task_rows(task: TaskStatus) -> list[Row]:
-    """Return a row for each device; what all have in common is in the first."""
+    """Return a row for each device; common values are in the first row."""
     state = f"{task.state}, {task.mark}" if task.mark else task.state
     first: Row = (task.task_run or task.task, state)
     last: Row = (_seconds(task.seconds), _pid(task.pid), _pid(task.flow_pid), task.user)

@@ -1,7 +1,7 @@
 """`prefect-gpu suspend` and `resume`: a person moves a task's GPU memory to the host and back.
 
-The wish is written into the ledger of the machine; the flow that the task belongs to carries it out and says there how
-far it is. It holds until `resume`, or until the task ends, whatever becomes of this command.
+The wish is written into the ledger of the machine; the task's flow carries it out and writes its progress there. The
+wish holds until `resume` or the task's end, also after the end of this command.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.errors import ReportError, SettingError
 from prefect_gpu.suspension.suspended import REFUSED
 
-#: Seconds between two looks at the ledger.
+#: Seconds between two readings of the ledger.
 LOOK_S = 0.1
 
-#: Seconds after which a flow that does nothing is said to be silent.
+#: Seconds without progress after which a flow is reported as silent.
 SILENT_S = 10.0
 
 #: Fewest characters of an id by which a run is found.
@@ -31,7 +31,7 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
     """Return the tasks that a person means, by request id.
 
     Args:
-        entries: Of all tasks that have devices or are suspended.
+        entries: Entries of all tasks that have devices or are suspended.
         run: Id of a flow run or a task run, or its beginning; or the name of a task run.
     """
 
@@ -97,7 +97,7 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
 
 
 def _follow(ledger: Ledger, request_id: str, name: str, away: bool) -> bool:
-    """Print how far a task is until it is there; return whether it is."""
+    """Print the progress of a task's suspension or resume until it is done; return whether it succeeded."""
     told, silent_s = None, 0.0
     while True:
         entry = ledger.running().get(request_id)

@@ -1,7 +1,7 @@
 """Lists of tasks as CSV or JSON lines, for `prefect-gpu simulate`.
 
-It covers reading them and naming what is wrong by line and column. The columns are in `docs/scheduling.md`. How the tasks
-are replayed is in `simulation`.
+This module reads a list and reports errors by line and column. The columns are in `docs/scheduling.md`. `simulation`
+replays the tasks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect_gpu.policy import whole
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
-#: Longest time that is accepted: three centuries.
+#: Longest accepted time in seconds: three centuries.
 MOST_SECONDS = 1e10
 
 #: A line: its number, and the columns with their values.
@@ -45,7 +45,7 @@ def _yes(text: str) -> bool:
 
 _SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
 
-#: The columns: a function that reads the text, and the accepted texts.
+#: The columns: a function that reads the text, and a description of accepted texts.
 COLUMNS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "name": (str, "a name that no other task has"),
     "arrival": (_seconds, _SECONDS),
@@ -80,7 +80,7 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     first = next((line for line in text if line.strip()), "")
     rows = _json_rows if first.lstrip().startswith("{") else _csv_rows
     tasks: list[ListedTask] = []
-    #: By name: where a task is in the list, where its line is, and the names of the tasks before it.
+    #: By name: position of a task in the list, its line, and the names of its predecessors.
     places: dict[str, tuple[int, str, list[str]]] = {}
     for number, row in rows(text, source):
         where = f"{source}, line {number}"
@@ -170,7 +170,7 @@ def _json_rows(lines: list[str], source: str) -> Iterator[Row]:
             continue
         where = f"{source}, line {number}"
         try:
-            # As pairs: of a key that is there twice, `dict` would keep the last value.
+            # As pairs: `dict` would keep only the last value of a repeated key.
             row = json.loads(line, object_pairs_hook=list)
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""

@@ -1,4 +1,4 @@
-"""Markdown in a terminal whose tables wrap long names in place of cutting them."""
+"""Markdown for a terminal, with tables that wrap long names instead of cutting them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.markdown import Markdown, MarkdownElement, TableDataElement
 
 
 class _Cell(TableDataElement):
-    """A cell that wraps a word which is too long for its column."""
+    """A cell that wraps words that are too long for its column."""
 
     def __init__(self, justify: JustifyMethod) -> None:
         super().__init__(justify)
@@ -17,6 +17,6 @@ class _Cell(TableDataElement):
 
 
 class TerminalMarkdown(Markdown):
-    """See the module."""
+    """Markdown with tables of such cells."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "td_open": _Cell}

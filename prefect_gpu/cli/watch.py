@@ -1,4 +1,4 @@
-"""Show a text again and again in the same place of a terminal, until Ctrl-C."""
+"""Show a text repeatedly in the same place of a terminal, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def repeat(show: Callable[[], str], interval_s: float) -> None:
-    """Print what `show` returns, every few seconds; where there is no terminal, one text below the other.
+    """Print a text every few seconds; without a terminal, one text below the other.
 
     Args:
         show: Returns the text.
@@ -26,6 +26,6 @@ def repeat(show: Callable[[], str], interval_s: float) -> None:
                 pause.wait(interval_s)
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
-                # Lines that are too long are cut, as `nvidia-smi` and `top` do.
+                # Long lines are cut, as by `nvidia-smi` and `top`.
                 live.update(Text(show(), no_wrap=True, overflow="ellipsis"), refresh=True)
                 pause.wait(interval_s)

@@ -1,4 +1,4 @@
-"""The same runner over all devices of a Ray cluster.
+"""The runner of this package over all devices of a Ray cluster.
 
 A flow and the nodes:
 
@@ -9,8 +9,8 @@ A flow and the nodes:
     `flow_side.ClusterLauncher`                        ledger, confirms what was chosen, or refuses it;
       sends the launch, hears messages       ◀───      its launcher, guardian and readings of devices
 
-- `wire`: the values that travel between the two.
-- `node_agent`: what runs on a node. It knows nothing of Ray.
-- `flow_side`: what the flow's process knows of the nodes: a reader, a launcher, a store of reservations.
-- `membership`: Ray: the connection, the nodes, the actors, the object store. The only module that imports it.
+- `wire`: the values that travel between flow and nodes.
+- `node_agent`: the node's side. It does not use Ray.
+- `flow_side`: the flow's side: a reader, a launcher and a store of reservations of all nodes.
+- `membership`: Ray's connection, nodes, actors and object store. The only module that imports Ray.
 """

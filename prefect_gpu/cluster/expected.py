@@ -1,7 +1,7 @@
-"""Standbys on the nodes of a cluster: a flow says which tasks are to come, each node keeps processes for them.
+"""Standbys on the nodes of a cluster: a flow announces its tasks, and each node keeps processes for them.
 
-Which node a task will get is not known before it is placed, so every node is told the same numbers, at most four times
-a second. How many standbys a node keeps for them is decided there, as on one machine.
+The node of a task is not known before placement, so every node is told the same numbers, at most four times a second.
+Each node decides how many standbys it keeps, as on one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ExpectedTasks:
-    """Counts what a flow has submitted and not started. Any thread may use it."""
+    """Counts the tasks that a flow has submitted and not started. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,18 +33,14 @@ class ExpectedTasks:
         self._changed: set[Kind] = set()
 
     def add(self, kind: Kind, policy: FrameworkPolicy, number: int) -> None:
-        """Add tasks of a kind, or with a negative number take them away."""
+        """Add a number of tasks of a kind; a negative number removes tasks."""
         with self._lock:
             self._counts[kind] += number
             self._policies[kind] = policy
             self._changed.add(kind)
 
     def take(self, everything: bool = False) -> tuple[Expect, ...]:
-        """Return the numbers that have changed since the last call.
-
-        Args:
-            everything: Return all numbers that are not 0: a node has joined.
-        """
+        """Return the numbers that changed since the last call; `everything`: all that are not 0, for a new node."""
         with self._lock:
             kinds = set(self._counts) if everything else self._changed
             found = tuple(
@@ -60,14 +56,7 @@ class ExpectedTasks:
 
 
 class ClusterAnnouncement:
-    """A task that was submitted to a cluster: the `Launcher` of all its processes.
-
-    Args:
-        launcher: Starts them.
-        expected: Counts it until its first process starts, or it is retracted.
-        kind: What can be done ahead for it.
-        policy: See `Expect.policy`.
-    """
+    """A task that was submitted to a cluster, expected until its first process starts: the `Launcher` of all of them."""
 
     def __init__(
         self,
@@ -76,7 +65,7 @@ class ClusterAnnouncement:
         kind: Kind,
         policy: FrameworkPolicy,
     ) -> None:
-        #: Names its standbys, as `Request.standby` does.
+        #: Name of the task's kind of standby, as in `Request.standby`.
         self.standby = kind.key
         self._launcher = launcher
         self._expected = expected
@@ -87,7 +76,7 @@ class ClusterAnnouncement:
         expected.add(kind, policy, 1)
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Start a process for the task on the node that it was placed on."""
+        """Start a process for the task on the node of its placement."""
         self.retract()
         return self._launcher.start(spec, listener, Expect(self._kind, self._policy, 0))
 
@@ -101,26 +90,21 @@ class ClusterAnnouncement:
 
 
 class NodeStandbys:
-    """The standbys of one flow on one node. For one thread at a time.
-
-    Args:
-        pool: Keeps them; it was opened for the node's broker.
-        fresh: Starts the processes of tasks that none is kept for.
-    """
+    """The standbys of one flow on one node, in the pool of the node's broker. For one thread at a time."""
 
     def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
         self._pool = pool
         self._fresh = fresh
-        #: Standbys that the node keeps at most.
+        #: Most standbys on the node.
         self.most = 0
         self._lock = threading.Lock()
-        #: By the flow's kind: what stands for each task that is to come.
+        #: Announcements of the expected tasks, by the flow's kind.
         self._announced: dict[Kind, list[Announcement]] = {}
-        #: By the flow's kind: the same with this node's environment. There are as many as a flow has kinds of tasks.
+        #: Kinds with this node's environment, by the flow's kind. There are as many as a flow has kinds of tasks.
         self._here: dict[Kind, Kind] = {}
 
     def expect(self, command: Expect) -> None:
-        """Keep standbys for so many tasks."""
+        """Keep standbys for the expected number of tasks."""
         with self._lock:
             announced = self._announced.setdefault(command.kind, [])
             wanted = min(command.count, self.most)
@@ -132,13 +116,13 @@ class NodeStandbys:
                 del self._announced[command.kind]
 
     def launcher_for(self, expected: Expect | None) -> Launcher:
-        """Return what starts the process of a task: an announcement, if standbys are kept."""
+        """Return the launcher of a task: an announcement, if standbys are kept."""
         with self._lock:
             if expected is None or not self.most:
                 return self._fresh
             if announced := self._announced.get(expected.kind):
                 return announced.pop()
-            # It was placed before the flow had said that it is to come. One of an earlier task may wait.
+            # The task was placed before the flow had announced it. A standby of an earlier task may wait.
             return self._announce(expected)
 
     def _announce(self, expected: Expect) -> Announcement:

@@ -1,4 +1,4 @@
-"""A cluster as a runner uses it: a broker over all nodes, and what starts the processes of its tasks there."""
+"""A cluster for a runner: a broker over all nodes, and the launcher of its tasks' processes there."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_cluster(
         settings: See `FlowCluster`.
 
     Returns:
-        What each device shows, and the nodes that are set aside, with the reason.
+        A snapshot of each device, and the reason for each node that is set aside.
 
     Raises:
         DeviceError: There is no cluster at the address, or none of its nodes has a device.
@@ -57,10 +57,7 @@ def read_cluster(
 
 @contextlib.contextmanager
 def _at_the_root() -> Iterator[None]:
-    """Connect to a cluster from `/`: the workers of Ray search the folder that a program connected from before all others.
-
-    For a flow that is wanted, since its modules may be there.
-    """
+    """Connect from `/`: Ray's workers search the connecting program's folder first, which only a flow wants."""
     folder = working_folder()
     os.chdir("/")
     try:
@@ -79,13 +76,13 @@ def wanted_gpus(
     for request in waiting:
         need_bytes = request.need_bytes(smallest)
         if request.nodes or not all(name.isdecimal() for name in request.devices):
-            # It waits for nodes that are there.
+            # The request waits for nodes that are there.
             continue
         if need_bytes is None or request.exclusive or request.count > 1:
             gpus.append(request.count)
         else:
             shared += 1 / max(1, min(capacities[smallest] // max(1, need_bytes), max_tasks))
-    # Eleven elevenths are a little more than one.
+    # As floats, eleven elevenths are a little more than one.
     return [*gpus, *[1] * math.ceil(shared - 1e-9)]
 
 
@@ -94,7 +91,7 @@ class FlowCluster:
 
     Args:
         address: See `GPUTaskRunner`.
-        settings: What each node's agent is to do.
+        settings: Settings of each node's agent.
         num_gpus: See `GPUTaskRunner`.
         max_processes: Most processes at a time; `None`: as many as the nodes allow.
 
@@ -113,23 +110,23 @@ class FlowCluster:
         self._cluster.open()
         nodes = self._cluster.nodes
         known = nodes.all()
-        #: Hands out the devices of all nodes.
+        #: Places tasks on the devices of all nodes.
         self.broker = Broker(
             ClusterReader(nodes, known[0].facts.kind),
             Ledger(lambda: ClusterStore(nodes)),
             style=settings.placement,
-            # Each node's own limit counts too, and nodes may come.
+            # Each node's own limit counts too, and nodes may join.
             max_processes=max_processes or sys.maxsize,
             max_tasks_per_device=settings.max_tasks_per_device,
             headroom_bytes=settings.headroom_bytes,
-            # Each node's own broker knows its memory.
+            # Each node's own broker knows its host memory.
             read_host_available=lambda: sys.maxsize,
             preempts=False,
         )
         self._max_tasks = settings.max_tasks_per_device or sys.maxsize
         self._cluster.watch(self.broker.give_up)
         self._cluster.wanted_gpus = self._wanted_gpus
-        #: Starts processes where their placements say.
+        #: Starts processes on the nodes of their placements.
         self.launcher = ClusterLauncher(nodes)
 
     def _wanted_gpus(self) -> list[int]:
@@ -137,12 +134,7 @@ class FlowCluster:
         return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Ask the nodes to keep a standby for a task that was submitted.
-
-        Args:
-            kind: What can be done ahead for it.
-            policy: What its frameworks may do, but for devices and budget.
-        """
+        """Ask the nodes to keep a standby for a submitted task; its policy has no devices and no budget yet."""
         return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
 
     def close(self) -> None:

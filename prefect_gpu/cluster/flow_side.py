@@ -1,8 +1,8 @@
-"""What a flow's process knows of the nodes of a cluster: their devices, reservations and processes.
+"""The nodes of a cluster from the flow's side: their devices, reservations and processes.
 
-`ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that also has what other flows
-hold there, `ClusterLauncher` starts processes on the node that a placement names. All three are fed by `Nodes`, which
-knows how agents are spoken to by the protocol `Agent` alone.
+`ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that includes other flows'
+reservations there, and `ClusterLauncher` starts processes on the node of a placement. `Nodes` gives all three their
+data, and knows agents only by the protocol `Agent`.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ SILENT_S = 2.0
 
 
 class Agent(Protocol):
-    """The agent of one node, as the flow speaks to it."""
+    """The agent of one node, for the flow."""
 
     def tell(self, commands: Sequence[Any]) -> None:
-        """Send commands, in order; returns at once. An agent that is gone ignores them."""
+        """Send commands, in order; return at once. An agent that is gone ignores them."""
         ...
 
 
@@ -82,24 +82,24 @@ class Node:
     name: str
     agent: Agent
     facts: NodeFacts
-    #: The flow runs there, so values of its tasks do not travel.
+    #: The flow runs on this node, so values of its tasks do not travel.
     near: bool = False
-    #: The last readings of its devices, as they came.
+    #: Last snapshots of the node's devices, unchanged.
     snapshots: tuple[DeviceSnapshot, ...] = ()
     host_available_bytes: int = 0
     error: str = ""
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)
     live_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: What this process's clock is ahead of the node's, in seconds: the least that was seen, without the way.
+    #: Difference of this process's clock to the node's in seconds: the least that was seen, without the transfer time.
     ahead_s: float = float("inf")
-    #: By process id: what it had of simulated devices, until it is asked for.
+    #: Peaks on simulated devices by process id, until they are read.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
-    #: Standbys that wait there for a task, by the key of their kind.
+    #: Numbers of waiting standbys, by the key of their kind.
     standbys: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, snapshots: Sequence[DeviceSnapshot]) -> None:
-        """Keep the new snapshots. One that says the same as the last of its device leaves that one in place."""
+        """Keep new snapshots. A snapshot with unchanged figures does not replace the device's last one."""
         last = {snapshot.device.uuid: snapshot for snapshot in self.snapshots}
         self.snapshots = tuple(
             known
@@ -111,22 +111,18 @@ class Node:
 
 
 class Nodes:
-    """All nodes with devices, and the processes that run there for the flow. Any thread may use it.
-
-    Args:
-        store: Large values of calls and results.
-    """
+    """All nodes with devices, and the flow's processes there. Any thread may use it."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, _Child] = {}
-        #: Called when others' reservations have changed.
+        #: Called when other flows' reservations have changed.
         self._on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
 
     def watch_others(self, call: Callable[[str, Mapping[str, Entry]], None]) -> None:
-        """Set what is called with the entries of other flows on a node."""
+        """Set the function that is called with the entries of other flows on a node."""
         self._on_others = call
 
     def all(self) -> tuple[Node, ...]:
@@ -138,7 +134,7 @@ class Nodes:
             return tuple(self._nodes.values())
 
     def join(self, node: Node) -> None:
-        """Add a node; one of that name, whose agent was started again, leaves first."""
+        """Add a node; a node of the same name, whose agent was started again, leaves first."""
         self.leave(node.name, f"the agent of node {node.name} was started again")
         if can_share(node.facts):
             node.agent.tell([ShareFiles()])
@@ -148,12 +144,7 @@ class Nodes:
                 self._nodes = {node.name: node, **self._nodes}
 
     def leave(self, name: str, why: str) -> None:
-        """Remove a node; its processes count as killed.
-
-        Args:
-            name: Of the node.
-            why: For the errors of its tasks.
-        """
+        """Remove a node; its processes count as killed, with `why` in the errors of their tasks."""
         with self._lock:
             node = self._nodes.pop(name, None)
             lost = {i: each for i, each in self._children.items() if each.node is node}
@@ -185,14 +176,14 @@ class Nodes:
         return node
 
     def take(self, name: str, news: News) -> None:
-        """Take what was heard of a node."""
+        """Handle the news of a node."""
         now_s = time.monotonic()
         with self._lock:
             node = self._nodes.get(name)
             if node is None or node.facts.agent != news.agent:
                 return
             if news.snapshots is not None:
-                # A reading may be old although the agent answers: a driver hangs.
+                # A reading may be old although the agent answers: a driver may hang.
                 node.heard_s = now_s - max(0.0, news.now_s - news.read_s)
                 node.keep(news.snapshots)
                 node.error = news.error
@@ -201,7 +192,7 @@ class Nodes:
             if news.standbys is not None:
                 node.standbys = news.standbys
         if news.others is not None:
-            # It would differ with every message, and so would the entries.
+            # Only the least: the last one would change with every message, and all entries with it.
             node.ahead_s = min(node.ahead_s, now_s - news.now_s)
             self._on_others(name, {i: _as_here(e, node.ahead_s) for i, e in news.others.items()})
         for child, message in news.heard:
@@ -241,35 +232,35 @@ class Nodes:
 
 @dataclass(eq=False)
 class _Child:
-    """A process on a node, and what hears its messages."""
+    """A process on a node, and the listener of its messages."""
 
     node: Node
     listener: Listener
     task_name: str
     order: InOrder = field(default_factory=InOrder)
-    #: Its first message has been passed on. Used in `order`, as the next is.
+    #: Its first message has been passed on. Used in `order`, as `ended` is.
     began: bool = False
     #: Its last message has been passed on: `ChildExited` or `ChildRefused`.
     ended: bool = False
 
     def take(self, message: Any) -> None:
-        """Pass a message on, after those before it."""
+        """Pass a message on, after the messages before it."""
         self.order.take(partial(self.pass_on, message))
 
     def lose(self, why: str) -> None:
-        """End it, since its node is gone, after the messages that have come from there."""
+        """End the process, since its node is gone, after the messages that have come from there."""
         self.order.take(partial(self._lose, why))
 
     def _lose(self, why: str) -> None:
         if self.began:
             self.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
         else:
-            # It may have begun all the same, so it is not placed again.
+            # The process may have begun all the same, so the task is not placed again.
             how = "was lost before anything was heard of it"
             self.pass_on(ChildRefused(ChildDiedError(self.task_name, 0, how, why)))
 
     def pass_on(self, message: Any) -> None:
-        """Pass a message on, unless it has ended. Called in `order`."""
+        """Pass a message on, unless the process has ended. Called in `order`."""
         if self.ended:
             return
         self.began = True
@@ -285,7 +276,7 @@ def _call(listener: Listener, message: Any) -> None:
 
 
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
-    """Return an entry as the flow sees it: with times of its clock."""
+    """Return an entry with times of the flow's clock."""
     return replace(
         entry,
         reservations=tuple(
@@ -296,12 +287,7 @@ def _as_here(entry: Entry, ahead_s: float) -> Entry:
 
 
 class ClusterReader(DeviceReader):
-    """The devices of all nodes, as their agents have last described them.
-
-    Args:
-        nodes: The nodes.
-        kind: Kind of all their devices.
-    """
+    """The devices of all nodes, all of one kind, from the last readings of their agents."""
 
     remote = True
 
@@ -310,11 +296,11 @@ class ClusterReader(DeviceReader):
         self.kind = kind
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the devices of the nodes that are there now."""
+        """Return the devices of the current nodes."""
         return tuple(device for node in self._nodes.all() for device in node.facts.devices)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Return the last snapshot of each device; see `DeviceReader.read`. `roots` are known on the nodes."""
+        """Return the last snapshot of each device; see `DeviceReader.read`. The nodes know their own `roots`."""
         nodes = self._nodes.all()
         if not nodes:
             raise DeviceError("no node of the cluster with devices is left")
@@ -354,13 +340,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
 
 
 class NodeMemory(ProcessMemory):
-    """What a process holds on a node. Its allocations on simulated devices are booked there.
-
-    Args:
-        kind: Kind of the devices.
-        node: Where they are.
-        budget_bytes: On each of them, where the process has a cap; `None`: it has none.
-    """
+    """Memory of a process on a node, with a cap on each device (`None`: none). Simulated allocations are booked there."""
 
     def __init__(self, kind: DeviceKind, node: Node, budget_bytes: Sequence[int] | None) -> None:
         super().__init__(kind)
@@ -385,7 +365,7 @@ class NodeMemory(ProcessMemory):
 
 
 class ClusterStore:
-    """The store of the flow's ledger: its own requests, and what other flows hold on the nodes."""
+    """The store of the flow's ledger: its own requests, and other flows' reservations on the nodes."""
 
     namespace = ""
     node = ""
@@ -396,14 +376,14 @@ class ClusterStore:
         self.owner = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._number = 0
-        #: By request id: the last row of others' that the ledger has not read, in the order of their numbers.
+        #: Last rows of other flows that the ledger has not read, by request id, in the order of their numbers.
         self._rows: dict[str, Row] = {}
-        #: By node: the entries that were there last.
+        #: Last entries of other flows, by node.
         self._others: dict[str, Mapping[str, Entry]] = {}
         nodes.watch_others(self.take)
 
     def take(self, node: str, entries: Mapping[str, Entry]) -> None:
-        """Take what other flows hold on a node now."""
+        """Store the current entries of other flows on a node."""
         with self._lock:
             before = self._others.get(node, {})
             if entries == before:
@@ -416,7 +396,7 @@ class ClusterStore:
                 self._add(request_id, False, None)
 
     def _add(self, request_id: str, promises: bool, entry: Entry | None) -> None:
-        # A flow that waits for nothing does not read, maybe for hours.
+        # A flow without waiting requests does not read, perhaps for hours.
         unread = self._rows.pop(request_id, None)
         self._number += 1
         promises = promises or (unread is not None and unread.promises)
@@ -455,11 +435,7 @@ class ClusterStore:
 
 
 class ClusterLauncher:
-    """Starts processes on the nodes that their placements name: a `Launcher`.
-
-    Args:
-        nodes: The nodes.
-    """
+    """Starts processes on the nodes of their placements: a `Launcher`."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -469,21 +445,21 @@ class ClusterLauncher:
     def start(
         self, spec: LaunchSpec, listener: Listener, standby: Expect | None = None
     ) -> RemoteHandle:
-        """See `Launcher.start` and `Launch.standby`. A node that does not confirm its devices refuses with `NodeRefusedError`."""
+        """See `Launcher.start` and `Launch.standby`. A node that does not confirm the devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
-        # Nothing was asked for a calibration: it uses its task's devices.
+        # A calibration has no request: it uses its task's devices.
         placement, asked = spec.placement, spec.request
         with self._sends:
             call = send_call(spec.call, self._nodes.store, self._sent)
         child = uuid.uuid4().hex
         policy = spec.prepare.policy
         exclusive = any(r.exclusive for r in placement.reservations)
-        # Whole devices of one model may have different sizes free. What each has more than the least is not asked
-        # for: no other task may be there.
+        # Whole devices of one model may have different free sizes. Only the least is asked for on each: no other task
+        # may be there.
         held = placement.reservations[0]
         probe_fraction = 0.0
         if held.probe is not None:
-            # What takes its cap at once counts at it.
+            # A task that takes its cap at once counts with the cap.
             at_once = held.probe.counts_bytes >= held.reserved_bytes
             probe_fraction = AT_ONCE_FRACTION if at_once else 1.0
         choose = min if exclusive else max

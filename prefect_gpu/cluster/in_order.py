@@ -1,7 +1,7 @@
 """Steps that keep their order although some of them are slow.
 
-Messages of a child are passed on by a thread that serves all children. A large value takes seconds to move, and must
-not hold up the others: it is moved by a thread of its own, and what follows it for the same child waits.
+One thread passes on the messages of all children. A large value takes seconds to move and must not delay other
+children, so it is moved by a thread of its own, and later messages of the same child wait.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class InOrder:
-    """Takes steps one after the other. Those of different threads may come in any order among themselves."""
+    """Runs steps one after the other. Steps of different threads may come in any order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Steps that wait behind a slow one; `None`: no slow one is being taken.
+        #: Steps that wait behind a slow one; `None`: no slow step is running.
         self._waiting: deque[Callable[[], object]] | None = None
 
     def take(self, step: Callable[[], object], slow: bool = False) -> None:
-        """Take a step: at once, or after those that wait.
-
-        Args:
-            step: What it raises is logged.
-            slow: It may take long: a thread takes it.
-        """
+        """Run a step at once, or after the waiting steps; log its exceptions. A slow step gets a thread of its own."""
         with self._lock:
             waiting = self._waiting
             if waiting is not None:

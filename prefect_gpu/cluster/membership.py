@@ -1,9 +1,9 @@
-"""Ray: the connection, which nodes there are, an agent on each of them, and the object store.
+"""Ray: the connection, the nodes, an agent on each node, and the object store.
 
 The only module that imports Ray. One thread (`prefect-gpu-cluster`) listens to all agents, lets nodes join and leave,
-and passes on what was heard. Another (`prefect-gpu-cluster-head`) asks the head which nodes there are, since Ray blocks
-that call while the head does not answer. Ray brings membership, transport, failure detection and the object store; which process
-runs where, and what it may use, is decided elsewhere.
+and passes on their news. Another (`prefect-gpu-cluster-head`) asks the head for the nodes, since Ray blocks that call
+while the head does not answer. Ray does membership, transport, failure detection and the object store; placement and
+budgets are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from prefect_gpu.version import VERSION
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at which nodes there are.
+#: Seconds between two queries of the nodes.
 LOOK_S = 1.0
 
-#: Seconds between two messages of what is to come.
+#: Seconds between two messages about expected tasks.
 EXPECT_S = 0.25
 
-#: Seconds in which the address of a cluster must take a connection.
+#: Seconds in which the address of a cluster must accept a connection.
 CONNECT_S = 10.0
 
-#: Times that a client tries to connect while Ray's process for it dies at its start: the head forks it while threads of
-#: its own call gRPC (seen with Ray 2.60).
+#: Attempts of a client to connect while Ray's process for it dies at its start: the head forks it while threads of the
+#: head call gRPC (seen with Ray 2.60).
 CLIENT_TRIES = 3
 
-#: Seconds after which an agent that Ray is starting again is asked again.
+#: Seconds until an agent that Ray is starting again is asked again.
 RESTART_S = 0.5
 
 #: Seconds after which Ray 2.60 ends a process that is connected to a cluster whose head does not answer.
 RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112 - Ray's own name
 
-#: Seconds without an answer of the head after which the cluster is given up: what waits for it fails with the reason,
-#: and Prefect knows of it before Ray ends the process.
+#: Seconds without an answer of the head after which the cluster is given up: waiting tasks fail with the reason, and
+#: Prefect learns of it before Ray ends the process.
 HEAD_S = RAY_ENDS_S / 2
 
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
 DISCONNECT_S = 5.0
 
-#: Seconds after which a waiting request does not fit the nodes that are there, and that a call of Ray's autoscaler may take.
+#: Seconds after which a waiting request needs other nodes, and limit of a call of Ray's autoscaler.
 WAITED_S = 5.0
 
-#: Seconds that agents may take to start before the flow goes on without theirs.
+#: Seconds that agents may take to start before the flow goes on without their nodes.
 START_S = 60.0
 
 
@@ -72,7 +72,7 @@ def import_ray() -> Any:
     """Import Ray.
 
     Raises:
-        DeviceError: It is not installed.
+        DeviceError: Ray is not installed.
     """
     try:
         return importlib.import_module("ray")
@@ -109,8 +109,8 @@ def make_agent(settings: NodeSettings) -> NodeAgent:
 def visible_devices() -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` of this node; `None`: all of its devices.
 
-    Ray sets it to what it has given to the actor. If that is nothing, all devices of the node's Ray process count: it
-    may be one of several on a machine, each with devices of its own.
+    Ray sets the variable to the actor's GPUs. Without any, all devices of the node's Ray process count: a machine may
+    have several such processes, each with devices of its own.
     """
     given = import_ray().get_runtime_context().get_accelerator_ids().get("GPU", [])
     if given:
@@ -123,7 +123,7 @@ def visible_devices() -> str | None:
 
 
 class _Actor:
-    """The actor of an agent, as the flow speaks to it: an `Agent`."""
+    """The actor of an agent, as an `Agent`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -133,7 +133,7 @@ class _Actor:
         try:
             self.handle.tell.remote(commands)
         except Exception:
-            # It is gone, or the connection is, which those notice who listen.
+            # The actor or the connection is gone, which the listening thread notices.
             logger.debug("an agent could not be told %s", commands, exc_info=True)
 
 
@@ -143,16 +143,16 @@ class _Member:
 
     name: str
     actor: _Actor
-    #: What is waited for: its facts, then its news.
+    #: Ray's reference of the awaited answer: the facts, then the news.
     waits_for: Any
     facts: NodeFacts | None = None
-    #: The flow runs there.
+    #: The flow runs on this node.
     near: bool = False
     #: Number of the last news.
     seen: int = 0
     #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
     asks_s: float | None = None
-    #: Monotonic seconds when its devices came to those of the flow.
+    #: Monotonic seconds when its devices joined the flow's.
     joined_s: float = float("inf")
 
 
@@ -160,8 +160,8 @@ class Cluster:
     """The connection of one runner to a Ray cluster. Nothing is connected before `open`.
 
     Args:
-        address: As Ray knows it: `auto`, `host:port`, `ray://host:port`.
-        settings: What each node's agent is to do; its name is that of no node.
+        address: An address as Ray knows it: `auto`, `host:port`, `ray://host:port`.
+        settings: Settings of each node's agent; the name in it is no node's.
         num_gpus: GPUs to reserve of each node in Ray's own count; `None`: none, and all devices are used.
     """
 
@@ -171,21 +171,21 @@ class Cluster:
         self._num_gpus = num_gpus
         self._ray = import_ray()
         self._connected_here = False
-        #: Ray's id of the node that the flow runs on; empty: none, it is a client.
+        #: Ray's id of the flow's node; empty: the flow is a client outside the cluster.
         self._own_id = ""
         self.nodes = Nodes(RayStore())
-        #: What is to come, for the nodes' standbys.
+        #: Expected tasks, for the nodes' standbys.
         self.expected = ExpectedTasks()
         self._expected_s = float("-inf")
-        #: By Ray's id of a node.
+        #: Nodes by Ray's id.
         self._members: dict[str, _Member] = {}
         #: Nodes that are set aside, with the reason.
         self._aside: dict[str, str] = {}
-        #: What the head has last said of the nodes, until it is taken in.
+        #: The head's last answer about the nodes, until it is handled.
         self._told: Any = None
-        #: Monotonic seconds when it did.
+        #: Monotonic seconds of that answer.
         self._answered_s = time.monotonic()
-        #: Monotonic seconds when the thread last checked that.
+        #: Monotonic seconds of the thread's last check of the answers.
         self._checked_s = time.monotonic()
         #: Why the cluster was given up; empty: it was not.
         self._lost = ""
@@ -198,7 +198,7 @@ class Cluster:
         self._threads: list[threading.Thread] = []
 
     def open(self) -> None:
-        """Connect, start an agent on each node, and wait for those that are there now.
+        """Connect, start an agent on each node, and wait for the agents of the current nodes.
 
         Raises:
             DeviceError: There is no cluster at the address, or none of its nodes has a device.
@@ -235,14 +235,14 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Set what is called with the reason, before their processes count as killed, when all nodes are lost."""
+        """Set the function called with the reason when all nodes are lost, before their processes count as killed."""
         self._on_lost = on_lost
         if self._lost:
             on_lost(self._lost)
 
     @property
     def aside(self) -> Mapping[str, str]:
-        """Nodes that are set aside, with the reason."""
+        """Reasons of the nodes that are set aside, by name."""
         return dict(self._aside)
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Cluster:
             if not self._lost:
                 self._ray.shutdown()
                 return
-            # It waits for the head until Ray ends the process, also where Ray would call it at the interpreter's exit.
+            # Ray's shutdown waits for the head until Ray ends the process, also at the interpreter's exit.
             atexit.unregister(self._ray.shutdown)
             start_thread(self._ray.shutdown, "prefect-gpu-cluster-end").join(DISCONNECT_S)
 
@@ -311,12 +311,12 @@ class Cluster:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
 
     def _ask_autoscaler(self, told: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Have an agent ask Ray's autoscaler for the GPUs that are used and wanted: a client of Ray cannot (Ray 2.60)."""
+        """Have an agent ask Ray's autoscaler for the used and wanted GPUs: a client of Ray cannot (Ray 2.60)."""
         if wanted or self._asked:
             members, used_s = dict(self._members), time.monotonic() - WAITED_S
             used = {i for i, each in members.items() if each.joined_s <= used_s}
             there = [each["Resources"].get("GPU", 0) for each in told if each["NodeID"] in used]
-            # The first that has joined: other agents may not have started.
+            # The agent that joined first: other agents may not have started.
             agent = min(members.values(), key=lambda each: each.joined_s).actor.handle
             self._asked = True
             asked = agent.ask_autoscaler.remote([*there, *wanted] if wanted else [])
@@ -324,7 +324,7 @@ class Cluster:
             self._asked = bool(wanted)
 
     def _find_lost(self) -> str:
-        """Return why the cluster will not answer any more; empty: it may."""
+        """Return why the cluster will not answer any more; empty: it may answer."""
         if not self._ray.is_initialized():
             return f"the connection to the Ray cluster at address={self._address!r} is lost"
         now_s = time.monotonic()
@@ -332,7 +332,7 @@ class Cluster:
             # This process was stopped meanwhile.
             self._answered_s = now_s
         self._checked_s = now_s
-        # Ray's client has a limit of its own, after which it is not connected any more.
+        # Ray's client has a limit of its own, after which it is disconnected.
         if now_s - self._answered_s < HEAD_S or self._ray.util.client.ray.is_connected():
             return ""
         return (
@@ -341,7 +341,7 @@ class Cluster:
         )
 
     def _give_up(self, why: str) -> None:
-        """End what runs on the nodes, as far as they can be reached, and let nothing new start."""
+        """End the processes on all nodes that can be reached, and start no more."""
         logger.error("%s; its tasks are given up", why)
         self._lost = why
         self._on_lost(why)
@@ -351,7 +351,7 @@ class Cluster:
             self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
-        """Tell the nodes, at most once in `EXPECT_S` seconds, which of the submitted tasks have not started."""
+        """Tell the nodes, at most once in `EXPECT_S` seconds, the submitted tasks that have not started."""
         now_s = time.monotonic()
         if now_s - self._expected_s < EXPECT_S:
             return
@@ -362,11 +362,7 @@ class Cluster:
                 node.agent.tell(commands)
 
     def _look(self, told: Any) -> None:
-        """Start an agent on each new node, and let those leave that Ray calls dead.
-
-        Args:
-            told: What Ray's head has said of the nodes.
-        """
+        """Start an agent on each new node, and remove nodes that Ray's head calls dead; `told`: the head's answer."""
         alive = {each["NodeID"]: each for each in told if each["Alive"]}
         for node_id in self._members.keys() - alive.keys():
             member = self._members.pop(node_id)
@@ -412,7 +408,7 @@ class Cluster:
                 self._agent = make_agent(settings)
 
             def __repr__(self) -> str:
-                # Ray puts it before each line that a task prints there.
+                # Ray prints this name before each line that a task prints there.
                 return f"node {self._name}"
 
             @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
@@ -443,7 +439,7 @@ class Cluster:
         )(Agent)
 
     def _listen(self, limit_s: float) -> None:
-        """Take what has been heard of the agents."""
+        """Handle the answers of the agents."""
         for each in self._members.values():
             if each.asks_s is not None and time.monotonic() >= each.asks_s:
                 each.asks_s = None
@@ -465,7 +461,7 @@ class Cluster:
                 said = self._ray.get(reference)
             except Exception as error:
                 if self._find_lost():
-                    # Without a reason at the broker first, its tasks would be refused for want of this node.
+                    # Without a reason at the broker first, tasks of this node would be refused for want of it.
                     raise
                 self._lose(member, error)
                 continue
@@ -473,7 +469,7 @@ class Cluster:
                 self._take_facts(member, said)
             else:
                 if member.facts is None or said.agent != member.facts.agent:
-                    # It was started again, without the processes that it had.
+                    # The agent was started again, without its earlier processes.
                     self._lose(member, None)
                     continue
                 member.seen = said.number
@@ -495,7 +491,7 @@ class Cluster:
         self._aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
         member.joined_s = time.monotonic()
-        # What ran at an agent that could not be reached for a while has been given up, and may run elsewhere now.
+        # Processes of an agent that was unreachable have been given up, and their tasks may run elsewhere now.
         member.actor.tell([EndAll()])
         self.nodes.join(Node(member.name, member.actor, facts, member.near))
         if known := self.expected.take(everything=True):
@@ -511,19 +507,19 @@ class Cluster:
                 problem,
             )
         self._aside[member.name] = problem
-        # Nothing more is expected of it.
+        # No answer of this agent is awaited.
         member.facts = member.facts or NodeFacts("", "", "nvml", (), 0, 0, problem)
         member.waits_for = None
 
     def _lose(self, member: _Member, error: Exception | None) -> None:
-        """End what ran at an agent that does not answer, and ask for its facts again: Ray starts it again."""
+        """End the processes of an agent that does not answer, and ask for its facts again: Ray starts it again."""
         why = f"the agent of node {member.name} of the Ray cluster died"
         self.nodes.leave(member.name, why)
         text = "" if error is None else f": {str(error).strip().splitlines()[0][:300]}"
         died_at_start = member.facts is None
         member.facts, member.waits_for = None, None
         if isinstance(error, self._ray.exceptions.ActorUnavailableError):
-            # Its process is gone, or it cannot be reached now: Ray starts it, or connects, on its own.
+            # The agent's process is gone or unreachable: Ray starts it, or connects, by itself.
             if not died_at_start:
                 logger.warning("%s%s", why, text)
             member.asks_s = time.monotonic() + RESTART_S
@@ -537,31 +533,23 @@ class Cluster:
 
 
 def _connect(ray: Any, address: str) -> None:
-    """Connect this process to a cluster. If it fails, another address can be tried.
-
-    Raises:
-        Exception: Ray's, or that of `_try_connection`.
-    """
+    """Connect this process to a cluster, or raise an error (Ray's or `OSError`); then another address can be tried."""
     _try_connection(address)
     for left in reversed(range(CLIENT_TRIES)):
         try:
             ray.init(address=address, log_to_driver=True, logging_level="warning")
             return
         except Exception as error:
-            # A client that has failed leaves Ray in its client mode, in which `init` on a node fails (2.60).
+            # A failed client leaves Ray in its client mode, in which `init` on a node fails (2.60).
             ray.shutdown()
             if not left or not isinstance(error, ConnectionAbortedError):
                 raise
 
 
 def _try_connection(address: str) -> None:
-    """Raise if no process listens at an address. Ray 2.60 itself tries it 20 times, for 41 s each.
-
-    Raises:
-        OSError: None does.
-    """
+    """Raise `OSError` if no process listens at an address. Ray 2.60 itself tries it 20 times, for 41 s each."""
     if address == "auto":
-        # Ray finds a cluster of this machine if the variable is not set.
+        # Without the variable, Ray finds a cluster of this machine.
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():

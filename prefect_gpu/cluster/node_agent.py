@@ -1,11 +1,11 @@
-"""What runs on one node of a cluster for one flow: the node's devices, ledger, launcher and guardian.
+"""The agent of one flow on one node of a cluster: the node's devices, ledger, launcher and guardian.
 
-The flow chooses devices by what it last heard; the node's own broker, on the ledger that all flows of the machine
-share, confirms the choice or refuses it. It then follows the process as on one machine: reservation, readings,
-recovery. Messages go to the flow as they come.
+The flow chooses devices by its last news of the node. The node's own broker, on the ledger of all flows of the
+machine, confirms the choice or refuses it. It then follows the process as on one machine: reservation, readings,
+recovery. Messages are passed on to the flow.
 
-It is an ordinary object, which `membership` makes a Ray actor of. It starts nothing before its first launch, but for
-readings of the devices.
+The agent is an ordinary object, of which `membership` makes a Ray actor. Before its first launch it only reads the
+devices.
 """
 
 from __future__ import annotations
@@ -89,25 +89,25 @@ from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, w
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the node's broker may take to confirm devices. What ended there a moment ago may still hold them.
+#: Seconds that the node's broker may take to confirm devices. Processes that have just ended may still hold them.
 CONFIRM_S = 2.0
 
-#: Seconds after which `listen` returns although nothing was heard.
+#: Seconds after which `listen` returns without news.
 LISTEN_S = 1.0
 
 #: Problem of a node without NVIDIA's driver: an ordinary node of a cluster, which deserves no warning.
 NO_DRIVER = "it has no NVIDIA driver"
 
-#: Why none of its tasks is suspended, for a person.
+#: Why no task of a cluster is suspended, as text for people.
 NOT_SUSPENDED = "it is of a flow on a Ray cluster, whose tasks are not suspended"
 
-#: Change of `busy_fraction` from which it is told at once.
+#: Change of `busy_fraction` from which it is sent at once.
 BUSY_STEP = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What a flow asks of its agent on a node."""
+    """Settings of a flow for its agent on a node."""
 
     name: str
     devices: DeviceSpec
@@ -118,16 +118,17 @@ class NodeSettings:
     ledger: Path | None = None
     #: Most standbys; `None`: by the node's cores.
     standby: int | None = None
-    #: As the flow's are: the agent's interpreter becomes like the flow's, as far as the folders are there.
+    #: Arguments of the flow: the agent's interpreter becomes like the flow's, as far as the folders exist there.
     argv: tuple[str, ...] = ()
     cwd: str = ""
     sys_path: tuple[str, ...] = ()
-    #: Results travel with the messages: a flow that is Ray's client waits for ever for what an actor has stored (Ray 2.60).
+    #: Results travel with the messages: a flow that is Ray's client waits for ever for objects stored by an actor (Ray
+    #: 2.60).
     inline_results: bool = False
 
 
 class _Hosted:
-    """One process that runs here for the flow."""
+    """One process of the flow on this node."""
 
     def __init__(self, launch: Launch) -> None:
         self.launch: Launch | None = launch
@@ -137,7 +138,7 @@ class _Hosted:
         self.launched = threading.Event()
         self.pid: int | None = None
         self.order = InOrder()
-        #: It was killed before it was started.
+        #: The process was killed before its start.
         self.killed = False
 
     def send(self, message: Any) -> None:
@@ -151,10 +152,10 @@ class NodeAgent:
     """Serves one flow on one node. Any thread may call its methods.
 
     Args:
-        settings: What the flow asks.
-        store: Large values of calls and results.
+        settings: The flow's settings.
+        store: Keeps large values of calls and results.
         visible: `CUDA_VISIBLE_DEVICES` of the node; `None`: all of its devices.
-        version: Of this package.
+        version: Version of this package.
         launcher: Starts the processes.
     """
 
@@ -172,23 +173,23 @@ class NodeAgent:
         self._launcher = launcher or process_launcher()
         self._clock = RealClock()
         self._agent = uuid.uuid4().hex
-        #: Guards all below.
+        #: Guards all attributes below.
         self._changed = threading.Condition()
         self._number = 0
-        #: Not yet acknowledged, with their numbers.
+        #: Messages that are not acknowledged, with their numbers.
         self._heard: deque[tuple[int, str, Any]] = deque()
         self._reading: Reading | None = None
-        #: Number of the last change of what the devices show, or of what others hold.
+        #: Number of the last change of the readings, or of other flows' entries.
         self._changed_at = 0
         self._others: dict[str, Entry] = {}
-        #: Standbys that wait for a task, by the key of their kind, and the number of the last change of that.
+        #: Numbers of waiting standbys by the key of their kind, and the number of the last change of these.
         self._ready: Mapping[str, int] = {}
         self._ready_at = 0
         self._hosted: dict[str, _Hosted] = {}
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
         #: The flow can open files of this process.
         self._shares = False
-        #: By child: what the flow has not opened yet.
+        #: Values that the flow has not opened yet, by child.
         self._shared: dict[str, ReceivedValue] = {}
         self._probe = self._make_probe()
         self._receives = threading.Lock()
@@ -196,7 +197,7 @@ class NodeAgent:
         self._standbys = NodeStandbys(standby_pool(), self._launcher)
         if settings.argv:
             sys.argv[:] = settings.argv
-        #: The node's own, which come after the flow's.
+        #: Paths of the node itself, which follow the flow's.
         self._own_paths = import_paths()
         self._follow(settings.cwd, settings.sys_path)
         self._closing = False
@@ -218,7 +219,7 @@ class NodeAgent:
                 style=settings.placement,
                 max_tasks_per_device=settings.max_tasks_per_device,
                 headroom_bytes=settings.headroom_bytes,
-                # It confirms what flows have decided, and does not know their priorities.
+                # The node's broker confirms decisions of flows and does not know their priorities.
                 preempts=False,
             )
             self._broker.watch(self._take_reading)
@@ -245,7 +246,7 @@ class NodeAgent:
         try:
             return write_file([memoryview(self._agent.encode())]) if AVAILABLE else None
         except OSError:
-            # A sandbox. Results go through the store.
+            # The system forbids it (a sandbox). Results go through the store.
             return None
 
     @staticmethod
@@ -253,22 +254,22 @@ class NodeAgent:
         environ = {} if visible is None else {VISIBLE_VARIABLE: visible}
         spec = settings.devices
         if spec.kind == "auto":
-            # A node without a GPU has nothing to give.
+            # A node without GPUs offers no devices.
             spec = replace(spec, kind="nvml")
         if spec.simulated is not None:
             spec = replace(spec, simulated=spec.simulated.on_node(settings.name))
         return open_reader(spec, environ, shared=settings.ledger)
 
     def facts(self) -> NodeFacts:
-        """Return what the flow must know of the node."""
+        """Return the facts about the node that a flow needs."""
         return self._facts
 
     def listen(self, seen: int, limit_s: float = LISTEN_S) -> News:
-        """Return what has happened, as soon as there is something.
+        """Return the news, as soon as there are any.
 
         Args:
-            seen: Number of the last `News` that has arrived; what came with it is dropped here.
-            limit_s: Seconds after which it returns in any case.
+            seen: Number of the last `News` that has arrived; its contents are dropped here.
+            limit_s: Seconds after which to return in any case.
         """
         until_s = time.monotonic() + limit_s
         with self._changed:
@@ -317,7 +318,7 @@ class NodeAgent:
         return replace(snapshot, device=self._devices[snapshot.device.uuid])
 
     def _take_reading(self, reading: Reading) -> None:
-        """Take a reading of the node's devices, on the broker's thread."""
+        """Handle a reading of the node's devices, on the broker's thread."""
         assert self._broker is not None
         others, ready = self._broker.held_by_others(), self._standbys.ready()
         with self._changed:
@@ -373,7 +374,7 @@ class NodeAgent:
                 continue
             if isinstance(command, Kill):
                 known.killed = True
-            # Not before `_launch` has it; a kill before that is seen there.
+            # `None` before `_launch` sets it; `_launch` checks for a kill before that.
             handle = known.handle
             if handle is None:
                 continue
@@ -417,11 +418,7 @@ class NodeAgent:
             self._tell(child, ChildRefused(error))
 
     def _confirm(self, launch: Launch) -> Ticket:
-        """Reserve what the flow has chosen in the node's own ledger.
-
-        Raises:
-            NodeRefusedError: The node does not have it any more.
-        """
+        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`: they are not free."""
         assert self._broker is not None
         request = replace(launch.request, sequence=next_sequence())
         ticket = self._broker.submit(request)
@@ -431,7 +428,7 @@ class NodeAgent:
                 raise NodeRefusedError(self._name, sentence(reason))
         if ticket.error is not None:
             raise NodeRefusedError(self._name, str(ticket.error))
-        # A person asks by `prefect-gpu suspend` on the node's machine.
+        # A person suspends tasks by `prefect-gpu suspend` on the node's machine.
         ticket.on_held_back = lambda away: self._refuse_suspension(ticket)
         return ticket
 
@@ -454,7 +451,7 @@ class NodeAgent:
             hosted.handle.kill()
 
     def _spec(self, launch: Launch) -> LaunchSpec:
-        """Return what the process is started from here: this node's environment, folders that are there."""
+        """Return the spec of the process here: with this node's environment, and folders that exist here."""
         spec = launch.spec
         policy = spec.prepare.policy
         here = child_environment(policy, registry.adapters_for(policy), os.environ)
@@ -471,14 +468,14 @@ class NodeAgent:
         )
 
     def _follow(self, cwd: str, sys_path: Sequence[str]) -> None:
-        """Be where the flow is, as far as its folders are there: standbys are started from here ahead of their tasks."""
+        """Use the flow's folders as far as they exist here: standbys are started from here ahead of their tasks."""
         if cwd != working_folder() and os.path.isdir(cwd):
             os.chdir(cwd)
         paths = [path for path in sys_path if os.path.exists(path)]
         sys.path[:] = [*paths, *(path for path in self._own_paths if path not in paths)]
 
     def _hear(self, hosted: _Hosted, child: str, message: Any) -> None:
-        """Take a message of a process, on the launcher's thread."""
+        """Handle a message of a process, on the launcher's thread."""
         broker, ticket, memory = self._broker, hosted.ticket, hosted.memory
         assert broker is not None and ticket is not None and memory is not None
         if isinstance(message, ChildStarted):
@@ -507,7 +504,7 @@ class NodeAgent:
         hosted.order.take(partial(self._tell, child, message))
 
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
-        """Put a value where the flow can get it, on a thread of its own."""
+        """Make a value available to the flow, on a thread of its own."""
         try:
             result: SentResult | SharedResult | None = None
             if self._shares:
@@ -536,7 +533,7 @@ class NodeAgent:
 
 
 def is_alike(one: Reading, other: Reading) -> bool:
-    """Return whether two readings say the same of the devices, but for how busy they are within `BUSY_STEP`."""
+    """Return whether two readings have the same figures, with a tolerance of `BUSY_STEP` for `busy_fraction`."""
     if one.error != other.error or len(one.snapshots) != len(other.snapshots):
         return False
     return all(

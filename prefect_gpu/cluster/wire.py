@@ -1,8 +1,9 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, `ShareFiles`, `Release`. An agent
-answers each `listen` with `News`. What a child says is passed on as it is (`processes.messages`,
-`processes.launch_spec`), but for values: their large parts go through an `ObjectStore` and are copied once on each side. Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
+A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, `ShareFiles`, `Release`. An
+agent answers each `listen` with `News`. Messages of a child are passed on unchanged (`processes.messages`,
+`processes.launch_spec`), except values: their large parts go through an `ObjectStore` and are copied once on each side.
+Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from prefect_gpu.values.transport import (
     write_file,
 )
 
-#: Exit code of a process that was lost with its node or with its value: as if it was killed.
+#: Exit code of a process that was lost with its node or its value: as if killed.
 LOST_CODE = -int(signal.SIGKILL)
 
 #: Bytes from which a part of a value goes through the object store.
@@ -45,15 +46,15 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, reference: Any) -> memoryview:
-        """Return the bytes that a reference stands for.
+        """Return the bytes of a reference.
 
         Raises:
-            Exception: They are lost, with the node that kept them.
+            Exception: The bytes are lost with the node that kept them.
         """
         ...
 
     def holds(self, part: Any) -> bool:
-        """Return whether something is a reference of this store."""
+        """Return whether a part is a reference of this store."""
         ...
 
 
@@ -63,7 +64,7 @@ Part: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class SentCall:
-    """A packed call: the body of its frame, and each memory file."""
+    """A packed call: the body of its frame, and its memory files."""
 
     body: bytes = field(repr=False)
     files: tuple[Part, ...] = ()
@@ -71,7 +72,7 @@ class SentCall:
 
 @dataclass(frozen=True, slots=True)
 class SentResult:
-    """A value from a child: what pickle reads, and what it finds beside that."""
+    """A value from a child: the pickle, and its buffers."""
 
     stream: Part = field(repr=False)
     buffers: tuple[Part, ...] = field(default=(), repr=False)
@@ -85,13 +86,13 @@ class OpenFile:
     descriptor: int
 
     def open(self) -> MemoryFile:
-        """Open it here.
+        """Open the file in this process.
 
         Raises:
-            OSError: That process is gone, is of another user or machine, or has no such memory file.
+            OSError: The other process is gone, is of another user or machine, or has no such memory file.
         """
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
-        # The path may be that of another process, on another machine or in another container.
+        # The path may belong to another process, on another machine or in another container.
         if not os.readlink(path).startswith("/memfd:"):
             raise FileNotFoundError(f"{path} is no memory file")
         return MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -114,10 +115,10 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class PeaksKnown:
-    """What a process had of simulated devices. It comes before its `ChildExited`."""
+    """Memory of a process on simulated devices. Sent before its `ChildExited`."""
 
     pid: int
-    #: The most that it had allocated at once, in bytes.
+    #: The most bytes that were allocated at once.
     live_bytes: int
     devices: int
 
@@ -127,10 +128,10 @@ class PeaksKnown:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """A command of a flow: so many tasks of a kind have been submitted and have no process yet."""
+    """A command of a flow: a number of tasks of a kind have been submitted and have no process yet."""
 
     kind: Kind
-    #: Of the kind's tasks, but for devices and budget: the node computes its environment from it.
+    #: Policy of the kind's tasks without devices and budget: the node computes its environment from it.
     policy: FrameworkPolicy
     count: int
 
@@ -140,14 +141,14 @@ class Launch:
     """Start a process, once the node's own ledger has confirmed its devices."""
 
     child: str
-    #: Names devices by their full UUIDs and asks for exactly what was reserved.
+    #: Names devices by their full UUIDs and asks for exactly the reserved memory.
     request: Request
-    #: Without its call.
+    #: The spec without its call.
     spec: LaunchSpec
     call: SentCall
-    #: Budget on each device where the process has a cap; `None`: it has none.
+    #: Budget on each device, if the process has a cap; `None`: no cap.
     budget_bytes: tuple[int, ...] | None
-    #: Kind of the standbys that suit it, and how a node makes one; `None`: none does.
+    #: Kind of the suitable standbys, and how a node makes them; `None`: no standbys.
     standby: Expect | None = None
 
 
@@ -168,7 +169,7 @@ class Terminate:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill a child and all that it has started."""
+    """Kill a child and all its processes."""
 
     child: str
 
@@ -195,33 +196,33 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What an agent says of itself once."""
+    """The facts that an agent sends once."""
 
-    #: Unique; another one after a restart.
+    #: Unique name; a restarted agent has another one.
     agent: str
-    #: Of `prefect_gpu`; that of the flow must be the same.
+    #: Version of `prefect_gpu`, which must equal the flow's.
     version: str
     kind: DeviceKind
-    #: With the node's name as their host; empty: the node has none.
+    #: Devices with the node's name as their host; empty: the node has none.
     devices: tuple[Device, ...]
-    #: Bytes that each process has on a simulated device before it allocates; 0 elsewhere: it is measured.
+    #: Bytes of each process on a simulated device before it allocates; 0 elsewhere, where they are measured.
     context_bytes: int
     #: Most processes at a time on the node.
     max_processes: int
-    #: Why its devices cannot be used; empty: they can.
+    #: Why the devices cannot be used; empty: they can.
     problem: str = ""
-    #: Holds `agent`: a flow that can read it there can open the agent's memory files. `None`: there is none.
+    #: File with the text of `agent`: a flow that can read it can open the agent's memory files. `None`: no such file.
     probe: OpenFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has happened on a node since a flow has last listened."""
+    """The events on a node since a flow has last listened."""
 
     agent: str
-    #: To be named in the next `listen`.
+    #: Number for the next `listen`.
     number: int
-    #: Monotonic seconds of the node.
+    #: Monotonic seconds of the node's clock.
     now_s: float
     #: Messages by child, in order.
     heard: tuple[tuple[str, Any], ...] = ()
@@ -230,13 +231,13 @@ class News:
     host_available_bytes: int = 0
     #: Why the devices could not be read; empty: they could.
     error: str = ""
-    #: Monotonic seconds of the node when they were read.
+    #: Monotonic seconds of the node's clock when the devices were read.
     read_s: float = 0.0
     #: Bytes that processes have allocated on simulated devices, by process id.
     live_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Requests of other flows that hold devices here; `None`: as before. Their times are of the node's clock.
+    #: Requests of other flows that hold devices here, with times of the node's clock; `None`: unchanged.
     others: Mapping[str, Entry] | None = None
-    #: Standbys that wait for a task, by the key of their kind; `None`: as before.
+    #: Numbers of waiting standbys, by the key of their kind; `None`: unchanged.
     standbys: Mapping[str, int] | None = None
 
 
@@ -246,12 +247,12 @@ class News:
 def send_call(
     call: PackedValue, store: ObjectStore, sent: MutableMapping[MemoryFile, Part]
 ) -> SentCall:
-    """Return a call as it travels.
+    """Return a call in the form in which it travels.
 
     Args:
-        call: As packed for a child.
-        store: Takes large files.
-        sent: What files of earlier calls were sent as: a file of several calls is stored once.
+        call: A call packed for a child.
+        store: Keeps large files.
+        sent: Parts for files of earlier calls: a file of several calls is stored once.
     """
     for file in call.files:
         if file not in sent:
@@ -263,15 +264,15 @@ def send_call(
 def receive_call(
     call: SentCall, store: ObjectStore, kept: MutableMapping[Any, MemoryFile]
 ) -> PackedValue:
-    """Return a call as it is sent to a child.
+    """Return a call in the form for a child.
 
     Args:
-        call: As it travelled.
+        call: The received call.
         store: Has the large files.
-        kept: By reference: files that were received before.
+        kept: Files that were received before, by reference.
 
     Raises:
-        OSError: There is no memory for it.
+        OSError: There is no memory for the call.
         Exception: A stored part is lost.
     """
     files = []
@@ -287,12 +288,7 @@ def receive_call(
 
 
 def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
-    """Return a child's value as it travels.
-
-    Args:
-        value: As the child sent it.
-        store: Takes large parts; `None`: they travel with the message.
-    """
+    """Return a child's value in the form in which it travels; `store`: `None`: large parts travel with the message."""
     stream, *buffers = (
         store.put(part) if store is not None and part.nbytes >= STORED_BYTES else part.tobytes()
         for part in (value.stream, *value.buffers)
@@ -314,7 +310,7 @@ def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
 
 
 def share_result(value: ReceivedValue) -> SharedResult | None:
-    """Return a child's value as files of this process; `None`: it has no part in a file."""
+    """Return a child's value as files of this process; `None`: no part of it is in a file."""
     if value.frame is None or not value.frame.files:
         return None
     files = tuple(OpenFile(os.getpid(), file.fileno()) for file in value.frame.files)
@@ -322,11 +318,11 @@ def share_result(value: ReceivedValue) -> SharedResult | None:
 
 
 def open_shared(result: SharedResult) -> ReceivedValue:
-    """Return a child's value. Its memory is the child's, copied where it is written to.
+    """Return a child's value in the child's memory, which is copied where it is written to.
 
     Raises:
         OSError: The agent is gone.
-        ProtocolError: The files are not those of the value.
+        ProtocolError: The files do not match the value.
     """
     return unpack(Frame(VALUE, bytearray(result.body), tuple(f.open() for f in result.files)))
 

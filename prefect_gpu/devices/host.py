@@ -70,11 +70,9 @@ _FILES = {
 
 
 def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
-    """Return the control groups whose limits hold for this process, with the version of each.
-
-    Limits hold for its own group and the ancestors, in the folders where systemd and container runtimes mount
-    them. A container may see only its own part of the tree, without the folders of the ancestors.
-    """
+    """Return the control groups whose limits hold for this process (its own and its ancestors), with their versions."""
+    # In the folders where systemd and container runtimes mount them. A container may see only its own part of the tree,
+    # without the folders of the ancestors.
     mounts = root / "sys" / "fs" / "cgroup"
     groups: list[tuple[Path, int]] = []
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():

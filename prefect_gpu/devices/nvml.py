@@ -82,7 +82,7 @@ class NvmlReader(DeviceReader):
         #: process with the translated id (seen in the sources of the open kernel modules). Any such id may by
         #: chance be a child's.
         self._attributed = self._table.processes.in_initial_namespace()
-        #: Each reader starts and stops NVML once: NVML counts.
+        #: NVML counts starts, so each reader starts and stops it once.
         self._started = False
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None

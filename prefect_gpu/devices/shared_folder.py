@@ -24,8 +24,7 @@ import psutil
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. The prefix "fuse."
-#: is left out.
+#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Without the prefix "fuse.".
 NETWORK_FILE_SYSTEMS = frozenset(
     {
         "nfs",
@@ -62,8 +61,7 @@ SILENT_LOOKS = 3
 #: Seconds between two heartbeats of a process.
 BEAT_S = 0.25
 
-#: Seconds that `SharedFolder.locked` waits for another process, which takes less than a millisecond unless it is
-#: stopped.
+#: Seconds that `SharedFolder.locked` waits for another process, which takes under a millisecond unless it is stopped.
 LOCKED_S = 5.0
 
 
@@ -335,11 +333,7 @@ def folder_key(path: Path | None) -> str:
 
 
 def _private_folder() -> Path:
-    """Make the default folder, or check that it is this user's alone.
-
-    Raises:
-        OSError: The folder is not private.
-    """
+    """Make the default folder, or raise `OSError` if it is not this user's alone."""
     folder = default_folder()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -353,11 +347,7 @@ def _private_folder() -> Path:
 
 
 def _refuse_network(folder: Path) -> None:
-    """Check that a folder is on a local disk.
-
-    Raises:
-        OSError: The folder is on a network file system.
-    """
+    """Raise `OSError` if a folder is on a network file system."""
     try:
         resolved = folder.resolve(strict=True)
     except RuntimeError as error:

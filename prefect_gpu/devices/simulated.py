@@ -405,12 +405,7 @@ class SimulatedMemory(ProcessMemory):
         return self._reader.spec.context_bytes + self._live[device_uuid]
 
     def _allocate(self, device_uuid: str, size_bytes: int) -> None:
-        """Allocate memory.
-
-        Raises:
-            SimulatedOutOfMemoryError: The cap or the device has less memory.
-            DeviceError: The device is not one of the process's.
-        """
+        """Allocate memory, or raise the error that the child raises."""
         if device_uuid not in self._live:
             raise DeviceError(f"{device_uuid} is not a device of process {self._pid}")
         if size_bytes < 0:

@@ -374,15 +374,13 @@ def _is_installed(root: str, place: str) -> bool:
 
 @functools.cache
 def _installed_in(folder: str) -> frozenset[str]:
-    """Return the modules that were installed into any folder (`pip install --target`).
-
-    Installers list them in `RECORD` files:
-    https://packaging.python.org/en/latest/specifications/recording-installed-packages/
-    """
+    """Return the modules that were installed into any folder (`pip install --target`)."""
+    # Installers list them in `RECORD` files:
+    # https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     found = set()
     for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as file:
-            # Each line begins with a path. A module has a suffix, a package a folder.
+            # A module has a suffix, a package a folder.
             found |= {re.split(r"[/,.]", line, maxsplit=1)[0].strip('"') for line in file}
     return frozenset(found)
 

@@ -379,10 +379,8 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: return a storage in host memory over `data`, bytes or a NumPy array of them.
-
-    Its type is `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
-    """
+    """Parent: return a storage in host memory over `data`, bytes or a NumPy array of them."""
+    # Of type `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     torch = import_module("torch")
     if len(data) == 0:
         return _typed(torch, torch.UntypedStorage(0), torch.uint8)

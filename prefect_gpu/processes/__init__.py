@@ -1,7 +1,6 @@
-"""The parent's side of child processes, and the wire between both sides.
+"""Child processes from the parent's side, and the messages between parent and child.
 
-`launcher` starts children, exchanges messages with them and ends them; `guardian` ends them if the
-parent dies. `messages` defines what is sent, `transport` how it travels, and `values` how users' values
-are pickled. Which device a child gets, and when, is decided elsewhere; the child's own code is in
-`child`, which imports the wire from here.
+`launcher` starts and ends children and exchanges messages with them; `guardian` ends them if the parent dies.
+`messages` defines the messages, `transport` how they travel, and `values` how users' values are pickled. The
+child's own code is in `child`, which imports the messages from here. Placement is decided elsewhere.
 """

@@ -1,4 +1,4 @@
-"""Which line of the user's a process crashed under, from what Python's faulthandler wrote to its standard error."""
+"""The user's line in which a process crashed, from the output of Python's `faulthandler`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 _CRASHED = re.compile(r"Current thread [^\n]*\n((?:  File [^\n]*\n)+)")
 _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (.*)')
 
-#: Parts of the paths of files that are not a user's: installed packages, the standard library, this package.
+#: Parts of paths of files that no user wrote: installed packages, the standard library, this package.
 _NOT_USERS = (
     "site-packages",
     "dist-packages",
@@ -20,12 +20,9 @@ _NOT_USERS = (
 
 
 def crashed_at(stderr_tail: str) -> str:
-    """Return the line that called the native code that crashed, as in `train (script.py:12)`; empty: it is not known.
+    """Return the innermost user's line of a crash, as in `train (script.py:12)`; empty: unknown.
 
-    It is the innermost one of the user's own, or of any file where there is none of the user's.
-
-    Args:
-        stderr_tail: End of the standard error of the process.
+    Any other file's innermost line is returned if no file of the user's is among the frames.
     """
     found = _CRASHED.search(stderr_tail)
     if found is None:

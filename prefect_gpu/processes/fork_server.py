@@ -1,12 +1,11 @@
-"""Fork servers, as the parent sees them: `start_method="forkserver"`.
+"""Fork servers, from the parent's side: `start_method="forkserver"`.
 
-A fork server is a process that has imported libraries and is forked for each task. `ForkServer` is one
-of them, `ForkServerPool` decides which task's process is forked from which. What the server's process
-does is in `prefect_gpu.child.preload`.
+A fork server is a process that has imported libraries and is forked for each task. `ForkServer` is one server,
+`ForkServerPool` chooses the server of each task. The server's own code is in `prefect_gpu.child.preload`.
 
-One pool serves all runners of a Python process; its servers end with the last of them. A task gets a
-fresh interpreter instead if its environment differs in what is read at import (`frameworks.adapter`), or
-if its server fails.
+One pool serves all runners of a Python process; its servers end with the last runner. A task gets a fresh
+interpreter instead if its environment differs in variables read at import (`frameworks.adapter`), or if its
+server fails.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from prefect_gpu.processes.standby_kind import Kind
 
 logger = logging.getLogger(__name__)
 
-#: What a fork server's interpreter runs.
+#: Script that a fork server's interpreter runs.
 PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
 
 #: Seconds that a server may take to fork, and to report an end; more is a hang.
@@ -56,16 +55,16 @@ ANSWER_S = 10.0
 #: Seconds that a server may take to import: half a minute is a cold disk, ten times that a hang.
 READY_S = 300.0
 
-#: Seconds between two looks whether a server that does not answer is stopped.
+#: Seconds between two checks whether a server that does not answer is stopped.
 LOOK_S = 0.1
 
-#: Servers of one kind that may fail before their first fork, until its tasks get fresh interpreters.
+#: Failures of servers of one kind before their first fork, after which its tasks get fresh interpreters.
 MOST_FAILURES = 3
 
-#: Exit code of a fork whose server was gone or hung when it ended: only a parent learns the code.
+#: Exit code of a fork whose server was gone or hung when the fork ended: only its parent learns the real code.
 UNKNOWN_CODE = 255
 
-#: What every server imports first: the part of a child that Prefect needs, and what a fork runs.
+#: Modules that every server imports first: the part of a child that Prefect needs, and the code of a fork.
 _ALWAYS = (
     "prefect_gpu.child.prefect_context",
     "prefect_gpu.task_runner",
@@ -73,11 +72,11 @@ _ALWAYS = (
     "prefect_gpu.child.bootstrap",
 )
 
-#: Libraries that a server may import. A fork of a process that has imported one of these, and done
-#: nothing with it, was seen to work (tests/process/test_fork_server.py).
+#: Libraries that a server may import. A fork after a mere import of each was seen to work
+#: (tests/process/test_fork_server.py).
 TESTED = ("prefect", "numpy", "torch")
 
-#: Why other libraries are refused.
+#: Reasons for which other libraries are refused.
 REFUSED = {
     "tensorflow": "it starts threads as it is imported, which a fork does not have",
     "jax": "it starts threads as it is first used, and says itself that a fork of it may hang",
@@ -88,7 +87,7 @@ def check_modules(names: Iterable[str]) -> None:
     """Make sure that a fork server may import some libraries.
 
     Raises:
-        PolicyError: One of them is not known to survive a fork.
+        PolicyError: A library is not known to survive a fork.
     """
     for name in sorted(names):
         root = name.partition(".")[0]
@@ -102,12 +101,7 @@ def check_modules(names: Iterable[str]) -> None:
 
 
 class ForkServer:
-    """One fork server. Safe to use from several threads, which wait for each other.
-
-    Args:
-        modules: What it imports, in this order.
-        sys_path: Where it looks for them.
-        environment: Its own variables.
+    """One fork server, which imports `modules` in this order. Safe to use from several threads, which wait.
 
     Raises:
         OSError: The system refuses to start a process.
@@ -121,20 +115,20 @@ class ForkServer:
         environment: Mapping[str, str],
     ) -> None:
         self.environment = dict(environment)
-        #: Marks it, for the guardian. Its forks show the mark as well.
+        #: Marks the server and its forks, for the guardian.
         self.token = uuid.uuid4().hex
-        #: Why it cannot be asked for forks; empty while it can be, or still imports.
+        #: Why the server cannot fork; empty: it can, or still imports.
         self.problem = ""
-        #: Modules that it could not import, and why; its forks import them, or fail to.
+        #: Modules whose import failed, and why; forks try again.
         self.failed: Mapping[str, str] = {}
-        #: It has forked at least once.
+        #: The server has forked at least once.
         self.served = False
-        #: Its imports did not end. Those of the next one would not either.
+        #: The imports did not end. Those of another server would not end either.
         self.hung = False
         self._lock = threading.Lock()
         #: The server has reported that it can be forked.
         self._ready = False
-        # Of messages. When the last copy of this end closes, the server ends.
+        # Keeps message boundaries. When the last copy of this end closes, the server ends.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -151,11 +145,7 @@ class ForkServer:
             self._give_up(f"its process ended at once ({error})")
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Wait until it has imported its modules.
-
-        Returns:
-            Why it cannot be asked for forks; empty: it can be.
-        """
+        """Wait until the server has imported its modules; return why it cannot fork, or an empty text."""
         with self._lock:
             if not self._ready and not self.problem:
                 try:
@@ -197,11 +187,11 @@ class ForkServer:
                 streams.append(ours.enter_context(open(reading, "rb", buffering=0)))
                 theirs.callback(os.close, writing)
                 sent.append(writing)
-            # Of messages, and without a name: nothing else can answer.
+            # Keeps message boundaries, and has no name: nothing else can answer.
             reply, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.enter_context(reply)
             theirs.enter_context(answering)
-            # In memory: a pipe holds less than an environment may have.
+            # In memory: an environment may be larger than a pipe's buffer.
             content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
             wanted = {"environment": dict(request.environment), "cwd": request.cwd}
             content.write(json.dumps(wanted).encode())
@@ -221,13 +211,13 @@ class ForkServer:
                 self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
             if not received:
-                # The system refused, or has no descriptor left. The server goes on: it has other forks.
+                # The system refused, or has no descriptor left. The server stays alive for its other forks.
                 raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
         return ForkedProcess(self, int(said), received[0], reply, *streams)
 
     def read_exit_code(self, reply: socket.socket) -> int:
-        """Read how a fork that has ended did so; `UNKNOWN_CODE` if the server cannot say."""
+        """Return the exit code of a fork that has ended; `UNKNOWN_CODE` if the server cannot say."""
         try:
             self._wait_for_answer(reply, ANSWER_S)
             return int(reply.recv(32))
@@ -240,13 +230,7 @@ class ForkServer:
         return UNKNOWN_CODE
 
     def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
-        """Wait until there is something to read, which is the end if the server is gone.
-
-        A server that is stopped is killed: the launcher, and with it all tasks, would wait for it.
-
-        Raises:
-            TimeoutError: There was nothing in time.
-        """
+        """Wait for an answer, or raise `TimeoutError`; kill a stopped server, for which the launcher would wait."""
         poll, deadline = select.poll(), time.monotonic() + timeout_s
         poll.register(answer, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:
@@ -261,9 +245,9 @@ class ForkServer:
         self.process.kill()
 
     def forget(self) -> None:
-        """Hold nothing of it in a fork of the parent."""
+        """In a fork of the parent: close all resources of the server."""
         self._control.close()
-        # Not a child of the fork's: there is nothing to wait for, or to warn of.
+        # The server is no child of the fork: nothing to wait for, or to warn of.
         self.process.returncode = 0
 
     def close(self) -> None:
@@ -279,8 +263,7 @@ def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Po
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), str(PRELOAD), str(control), "fork server"],
         stdin=subprocess.DEVNULL,
-        # Pipes, as its forks have: the stream objects that they inherit remember whether they are
-        # seekable.
+        # Pipes, as its forks have: the inherited stream objects remember whether they are seekable.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
@@ -300,7 +283,7 @@ def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Po
 
 
 def _pass_on(stream: IO[bytes]) -> None:
-    """Print what a server prints, such as warnings of its imports."""
+    """Print a server's output, such as warnings of its imports."""
     with stream:
         while data := stream.read(1 << 16):
             # A standard error that is closed, or missing (`pythonw`), must not stop a server that prints.
@@ -309,10 +292,10 @@ def _pass_on(stream: IO[bytes]) -> None:
 
 
 class ForkedProcess:
-    """A fork, as the launcher knows its processes (`interpreter.Process`).
+    """A fork, as the launcher knows processes (`interpreter.Process`).
 
-    The server reaps it as soon as it has ended, so its end is seen by the descriptor that it opened
-    on itself, and not by its process id.
+    The server reaps a fork as soon as it ends. So the launcher sees the end by a descriptor that the fork opened on
+    itself, not by the process id.
     """
 
     def __init__(
@@ -327,7 +310,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def open_pidfd(self) -> int:
-        """Hand over the descriptor that the process opened on itself; to be called once."""
+        """Return the descriptor that the process opened on itself; to be called once."""
         return self._pidfd
 
     def poll(self) -> int | None:
@@ -335,7 +318,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self) -> int:
-        """Return its exit code, as its server reports it; to be called once it has ended."""
+        """Return the exit code that the server reports; to be called once, after the end of the process."""
         if self.returncode is None:
             with self._reply:
                 self.returncode = self._server.read_exit_code(self._reply)
@@ -362,12 +345,12 @@ class ForkServerPool:
         self._failures: dict[Kind, int] = {}
 
     def open(self, owner: object) -> None:
-        """Note that a runner may want forks, until `close`."""
+        """Register a runner that may want forks, until `close`."""
         with self._lock:
             self._owners.add(owner)
 
     def close(self, owner: object) -> None:
-        """Note that a runner has ended. With the last one all servers end."""
+        """Remove a runner. With the last runner all servers end."""
         with self._lock:
             self._owners.discard(owner)
             if self._owners:
@@ -377,8 +360,8 @@ class ForkServerPool:
             self._close(server)
 
     def announce(self, kind: Kind) -> ForkLauncher:
-        """Start the server for tasks of a kind, if there is none, since one will come."""
-        # Whether its tasks use Prefect makes no difference: each server has it.
+        """Start the server of a task's kind, if there is none; return the launcher of the task."""
+        # Use of Prefect makes no difference: each server imports it.
         kind = replace(kind, always=tuple(m for m in kind.always if m not in _ALWAYS), users=())
         self.server(kind)
         return ForkLauncher(self, self._launcher, kind)
@@ -390,7 +373,7 @@ class ForkServerPool:
             return tuple(server.process.pid for server in self._servers.values())
 
     def server(self, kind: Kind) -> ForkServer | None:
-        """Return the server of a kind, which may still import; `None`: there will be none."""
+        """Return the server of a kind, which may still import; `None`: there will be no server."""
         with self._lock:
             if not self._owners:
                 return None
@@ -406,14 +389,14 @@ class ForkServerPool:
                     server = self._servers[kind] = ForkServer(
                         _modules(kind), import_paths(), kind.environment_of(os.environ)
                     )
-                    # One that is stopped does not see its parent's end.
+                    # A stopped server does not notice its parent's end.
                     self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
                     self._note_failure(kind, str(error), 1)
             return server
 
     def _close(self, server: ForkServer) -> None:
-        # Before its id can be another process's.
+        # Before another process can have its id.
         self._launcher.guard(server.process.pid, "")
         server.close()
 
@@ -422,14 +405,14 @@ class ForkServerPool:
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
     def _forget(self) -> None:
-        """Hold nothing of the servers in a fork of the parent."""
+        """In a fork of the parent: drop all servers."""
         for server in self._servers.values():
             server.forget()
         self._reset()
 
 
 class ForkLauncher:
-    """The `Launcher` of one task: its process is a fork if it can be one, else a fresh interpreter."""
+    """The `Launcher` of one task: it forks the task's process if possible, else starts a fresh interpreter."""
 
     def __init__(self, pool: ForkServerPool, launcher: ProcessLauncher, kind: Kind) -> None:
         self._pool = pool
@@ -437,7 +420,7 @@ class ForkLauncher:
         self._kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> Handle:
-        """Start the task's process; waits while its server imports."""
+        """Start the task's process; wait while its server imports."""
         server = self._pool.server(self._kind)
         while server is not None and server.wait_ready(READY_S):
             server = self._pool.server(self._kind)
@@ -453,18 +436,18 @@ class ForkLauncher:
         return self._launcher.start(spec, listener)
 
     def retract(self) -> None:
-        """Do nothing: a fork server is not kept for one task."""
+        """Do nothing: no fork server is kept for a single task."""
 
 
 def _modules(kind: Kind) -> tuple[str, ...]:
-    """Return what a server imports: of libraries only those that are known to survive a fork."""
+    """Return the modules that a server imports: of libraries only those known to survive a fork."""
     extra = [m for m in kind.always if m not in _ALWAYS]
-    # Nearly every body uses it, and it is not a framework.
+    # Nearly every body uses numpy, and it is not a framework.
     if importlib.util.find_spec("numpy") is not None:
         extra.append("numpy")
     return (*_ALWAYS, *(m for m in extra if m.partition(".")[0] in TESTED))
 
 
 def fork_server_pool() -> ForkServerPool:
-    """Return the one pool of this Python process; a fork of it has one of its own."""
+    """Return the only pool of this Python process; a fork has a pool of its own."""
     return PROCESS_RESOURCES.get(ForkServerPool, lambda: ForkServerPool(process_launcher()))

@@ -1,17 +1,15 @@
 """The guardian: a small process that kills every child process when the parent is gone.
 
-Two sides share this file. The parent starts the guardian and tells it of each child (`Guardian`). The guardian runs this file as a script, with the standard library only and the
-flags `-I -S`, so that it starts fast and stays small: nothing else of this package is imported here,
-and what only the parent needs is imported inside functions.
+The parent starts the guardian and tells it of each child (`Guardian`). The guardian runs this file as a script with
+`-I -S` and the standard library only, so that it starts fast and stays small: nothing else of this package is
+imported here, and imports for the parent's side alone are inside functions.
 
-The guardian reads lines `+PID TOKEN` and `-PID` from standard input. Only the parent holds the other
-end of that pipe, so when it closes, the parent is dead. The guardian then kills the process group of
-every child that is still registered, and the processes that these children started elsewhere
-(`find_strays`).
+The guardian reads lines `+PID TOKEN` and `-PID` from standard input. Only the parent holds the other end of that
+pipe, so a closed pipe means a dead parent. The guardian then kills the process group of every registered child, and
+the processes that these children started elsewhere (`find_strays`).
 
-`PR_SET_PDEATHSIG` would not do: it fires when the *thread* that started the child ends, so it kills
-children of a living parent, and it does not reach grandchildren. Which children exist is known to
-`launcher`.
+`PR_SET_PDEATHSIG` would not do: it fires when the *thread* that started the child ends, so it kills children of a
+living parent, and it does not reach grandchildren. `launcher` decides which children exist.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ if TYPE_CHECKING:
 #: Variable that marks all processes of one child. Its value is a path of tokens, outermost first.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
 
-#: Of `prctl`: the signal at the parent's end (`linux/prctl.h`).
+#: Option of `prctl`: the signal at the parent's end (`linux/prctl.h`).
 _PR_SET_PDEATHSIG = 1
 
-#: The most searches for processes to kill; each one follows a search that found new processes.
+#: Most searches for processes to kill; each follows a search that found new processes.
 _MOST_SEARCHES = 20
 
-#: Seconds that a guardian must have lived to be replaced at once when it ends.
+#: Lifetime in seconds from which a guardian that ends is replaced at once.
 _LIVED_S = 1.0
 
-#: Seconds until a guardian that ended sooner is replaced, doubled each time that it happens again. A
-#: guardian that cannot start must not be started all the time, and the children need one.
+#: Seconds until a guardian that ended sooner is replaced, doubled for each such end in a row: a guardian that cannot
+#: start must not be started all the time, and the children need one.
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 
 
-# Marks, and what carries them.
+# Tokens of children, and the processes that carry them.
 
 
 def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
@@ -62,11 +60,10 @@ def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
 def find_strays(children: Mapping[int, str]) -> list[int]:
     """Return the ids of processes that belong to some children (process id to token).
 
-    A process belongs to a child if it is in the child's session, or if the environment that it was
-    executed with carries the child's token anywhere in its path of tokens. A fork that opened a
-    session of its own is found only if its environment shows the token: `/proc` shows the environment
-    of the last exec, which for a process of the fork server is the server's. Without `/proc` (macOS)
-    nothing is found, nor where it numbers processes otherwise (`unshare --pid` without a mount of its own).
+    A process belongs to a child if it is in the child's session, or if the environment of its last exec carries the
+    child's token anywhere in its path of tokens. A fork that opened a session of its own is found by its environment
+    only: `/proc` shows that of the last exec, which for a process of the fork server is the server's. Nothing is found
+    without `/proc` (macOS), nor where its process ids differ (`unshare --pid` without a mount of its own).
     """
     tokens = {token.encode() for token in children.values()}
     try:
@@ -105,8 +102,7 @@ def kill_group(pid: int) -> None:
 def kill_strays(children: Mapping[int, str]) -> None:
     """Kill every process that belongs to `children` (process id to token), in whatever session.
 
-    The search is repeated until it finds nothing new, since a process may start another one during
-    the search.
+    The search is repeated until it finds nothing new: a process may start another one meanwhile.
     """
     killed: set[int] = set()
     for _ in range(_MOST_SEARCHES):
@@ -122,7 +118,7 @@ def kill_strays(children: Mapping[int, str]) -> None:
 
 
 def kill_all(children: Mapping[int, str]) -> None:
-    """Kill the groups of `children` (process id to token), then what else belongs to them."""
+    """Kill the groups of `children` (process id to token), then all other processes that belong to them."""
     for pid in children:
         kill_group(pid)
     if children:
@@ -150,7 +146,7 @@ def main() -> None:
                 try:
                     obey(line.decode(), children)
                 except (ValueError, IndexError):
-                    # A malformed line must not end the process that ends the children.
+                    # A malformed line must not end the guardian.
                     continue
     kill_all(children)
 
@@ -161,7 +157,7 @@ def continue_at_parents_end() -> None:
         return
     import ctypes
 
-    # The signal also comes when only the thread that started this process ends, and then does nothing.
+    # The signal also comes when only the thread that started this process ends: SIGCONT has no effect then.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
@@ -187,11 +183,9 @@ def obey(line: str, children: dict[int, str]) -> None:
 
 
 class Guardian:
-    """The one guardian that knows every child of a launcher. On its thread only, but for `forget`.
+    """The one guardian of all children of a launcher. For the launcher's thread only, except `forget`.
 
-    Args:
-        selector: Reports when the guardian ends.
-        children: Yields the process id and the token of every living child.
+    `children` yields the process id and the token of every living child.
     """
 
     def __init__(
@@ -206,7 +200,7 @@ class Guardian:
         self._started_s = 0.0
         #: Guardians in a row that ended at once, or could not be started.
         self._ended_early = 0
-        #: Monotonic seconds at which `replace` is to be called; `None`: none has to be replaced.
+        #: Monotonic seconds at which `replace` is to be called; `None`: no replacement is due.
         self.due_s: float | None = None
 
     def ensure(self) -> None:
@@ -238,15 +232,15 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
-            # Without the token of an outer child: the outer guardian must be able to end this process,
-            # and must leave this guardian to end the children of this process.
+            # Without an outer child's token: the outer guardian must be able to end this process, and must leave the
+            # children of this process to this guardian.
             env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
             cwd="/",
         )
         assert self.process.stdin is not None
-        # 1,000 lines fit in the pipe: it fills only if the guardian was stopped.
+        # The pipe holds 1,000 lines: it fills only if the guardian was stopped.
         os.set_blocking(self.process.stdin.fileno(), False)
-        # A pipe that nobody can read any more is reported, whatever is waited for.
+        # A pipe without a reader is reported for any mask of events.
         self._selector.register(
             self.process.stdin, selectors.EVENT_READ, lambda mask: self._replace_later()
         )
@@ -273,32 +267,32 @@ class Guardian:
         except (OSError, ValueError):
             taken = 0
         if not taken:
-            # Killed or stopped.
+            # The guardian was killed or stopped.
             self._replace_later()
 
     def close(self) -> None:
-        """End the guardian, and no child. Another one may be started after that."""
+        """End the guardian, and no child. Another guardian may be started after that."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
             try:
                 self._selector.unregister(process.stdin)
             except KeyError:
-                # Its start ended before that.
+                # The guardian ended before its first line.
                 pass
-            # If it is only stopped, it must not see its pipe close and kill the children it knows.
+            # A guardian that is only stopped would see its pipe close once it continues, and kill living children.
             process.kill()
             process.wait()
             process.stdin.close()
 
     def forget(self) -> None:
-        """Close the pipe in a fork of the parent, or the guardian would not see the parent end."""
+        """Close the pipe in a fork of the parent, or the guardian would not notice the parent's end."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
             process.returncode = 0
 
     def _replace_later(self) -> None:
-        """Note that it has ended, takes no more lines, or could not be started."""
+        """Note that the guardian has ended, takes no more lines, or could not be started."""
         now_s = time.monotonic()
         self.close()
         self._ended_early = 0 if now_s - self._started_s >= _LIVED_S else self._ended_early + 1
@@ -306,14 +300,9 @@ class Guardian:
 
 
 def replacement_delay_s(ended_early: int) -> float:
-    """Return the seconds until a guardian is replaced.
-
-    Args:
-        ended_early: Guardians in a row that ended at once.
-    """
+    """Return the seconds until a guardian is replaced, after so many in a row that ended at once."""
     if not ended_early:
         return 0.0
-    # No larger power than the cap needs.
     return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(ended_early - 1, 10))
 
 

@@ -1,9 +1,8 @@
-"""How a child process is started: what is asked for, what is returned, and a fresh interpreter.
+"""Start of a child process: the request, the protocol of a process, and a fresh interpreter.
 
-`launcher` knows a child's process by the protocol `Process` alone. `start_interpreter` starts a fresh
-interpreter like this one; `fork_server` has the other way. Also here: the flags, paths and folder of this
-interpreter, and its `InterpreterState`, which a child shall share. What the process is told is not covered;
-that is the business of `launcher`.
+`launcher` knows a child's process only by the protocol `Process`. `start_interpreter` starts a fresh interpreter
+like this one; `fork_server` forks instead. This module also reads the flags, paths and folder of this interpreter,
+and the `InterpreterState` that a child gets. Messages to the process are the business of `launcher`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from typing import IO, Any, Protocol, cast
 
 from prefect_gpu.frameworks.hooks import AfterImport
 
-#: What a child's interpreter runs.
+#: Script that a child's interpreter runs.
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnRequest:
-    """What a new process must be."""
+    """A request to start a process."""
 
     #: Shown by `ps` after the interpreter and the script; not for a fork.
     title: str
@@ -46,37 +45,37 @@ class SpawnRequest:
 
 
 class Process(Protocol):
-    """A child process: leader of a session of its own, its output unbuffered pipes."""
+    """A child process: leader of a session of its own, with unbuffered pipes for its output."""
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also that of its session and its process group."""
+        """Process id, which is also the id of the session and of the process group."""
         ...
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """The reading end of its standard output."""
+        """Reading end of the standard output."""
         ...
 
     @property
     def stderr(self) -> IO[bytes] | None:
-        """The reading end of its standard error."""
+        """Reading end of the standard error."""
         ...
 
-    #: Exit code after `wait`; negative: the number of the signal that ended it. A fork of the parent
-    #: sets it, since it must not wait for a process that is not its child.
+    #: Exit code after `wait`; negative: number of the signal that ended the process. A fork of the parent sets it,
+    #: since the fork must not wait for a process that is not its child.
     returncode: int | None
 
     def open_pidfd(self) -> int | None:
         """Open a descriptor that becomes readable when the process ends; the caller closes it.
 
         Returns:
-            The descriptor, or `None` if the system has no such descriptors or none left.
+            The descriptor; `None`: the system has no such descriptors, or none left.
         """
         ...
 
     def poll(self) -> int | None:
-        """Return its exit code; `None`: it has not ended."""
+        """Return the exit code; `None`: the process has not ended."""
         ...
 
     def wait(self) -> int:
@@ -116,7 +115,7 @@ def start_interpreter(request: SpawnRequest) -> Interpreter:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Unbuffered: what a fork or a slow reader leaves in a buffer of Python is lost.
+        # Unbuffered: data that a fork or a slow reader leaves in Python's buffer would be lost.
         bufsize=0,
         pass_fds=(request.channel,),
         start_new_session=True,
@@ -149,56 +148,51 @@ def working_folder() -> str:
 def environment_with(
     changes: Mapping[str, str | None], base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return an environment with some variables set, or removed (`None`).
-
-    Args:
-        changes: Of the variables.
-        base: The environment; `None`: that of this process.
-    """
+    """Return an environment with some variables set, or removed (`None`); `base`: `None` is that of this process."""
     changed = {**(os.environ if base is None else base), **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
 
-#: Ends of the names of functions of `sys`, `get…` and `set…`, for limits that a program may set. Python 3.10 may lack one.
+#: Ends of names of functions of `sys` (`get…`, `set…`) for limits that a program may set. Python 3.10 may lack some.
 _LIMITS = ("recursionlimit", "switchinterval", "_int_max_str_digits")
 
-#: Filters that this interpreter had before any library was imported.
+#: Warning filters of this interpreter before any library was imported.
 _FIRST_FILTERS = tuple(warnings.filters)
 
 
 @dataclass(frozen=True, slots=True)
 class InterpreterState:
-    """What a program sets in its interpreter after the start. The process of each task gets the same.
+    """State that a program sets in its interpreter after the start. The process of each task gets the same.
 
-    Plain data: no class or module of the user's is imported to unpickle it.
+    Plain data: unpickling it imports no class or module of the user's.
     """
 
-    #: Key of `multiprocessing`, with which proxies of a `Manager` open their connections.
+    #: Key of `multiprocessing`: proxies of a `Manager` need it to open their connections.
     authkey: bytes = field(repr=False)
-    #: Name of the process, as `multiprocessing` and log records have it.
+    #: Name of the process in `multiprocessing` and log records.
     process_name: str
     #: Start method of `multiprocessing`; `None`: none was set.
     start_method: str | None
-    #: By the end of its function's name, as in `_LIMITS`.
+    #: Values of limits, by the ends of names in `_LIMITS`.
     limits: Mapping[str, float]
-    #: Filters of warnings, the first that is asked first.
+    #: Warning filters in the order in which they are tried.
     filters: tuple[WarningFilter, ...]
     #: Loggers with a level, or with `propagate` or `disabled` changed.
     loggers: tuple[LoggerState, ...]
-    #: As set by `logging.disable`.
+    #: Level that `logging.disable` has set.
     disabled_level: int
-    #: SIGINT has no effect on the process and on what it starts, as after `nohup` or in the background of a script.
+    #: The process and its children ignore SIGINT, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False
-    #: Numbers of the signals that its threads block. What they start inherits that; processes of a cluster block SIGINT.
+    #: Numbers of the signals that the threads block, which children inherit; processes of a cluster block SIGINT.
     blocked_signals: frozenset[int] = frozenset()
-    #: How PyTorch shares tensors between processes (workers of a `DataLoader`); `None`: it was not imported.
+    #: PyTorch's strategy to share tensors between processes (workers of a `DataLoader`); `None`: not imported.
     tensor_sharing: str | None = None
 
     @classmethod
     def read(cls) -> InterpreterState:
         """Return the state of this interpreter."""
         process = multiprocessing.current_process()
-        # Not while another thread imports it.
+        # Another thread may be importing it now.
         torch: Any = sys.modules.get("torch.multiprocessing")
         torch = torch if hasattr(torch, "get_sharing_strategy") else None
         return cls(
@@ -217,17 +211,17 @@ class InterpreterState:
         )
 
     def apply(self) -> None:
-        """Set what must be there before the call is read: proxies connect as they are unpickled."""
+        """Apply the state needed before the call is read: proxies connect as they are unpickled."""
         process = multiprocessing.current_process()
         process.authkey = self.authkey
         process.name = self.process_name
         if self.start_method is not None:
-            # As the default and not as the choice: a module may choose it as it is imported here, which is
-            # allowed once in a process.
+            # As the default, not as the choice: a module may choose a method at its import here, which is allowed once
+            # in a process.
             context = cast(Any, multiprocessing.get_context.__self__)  # type: ignore[attr-defined]
             context._default_context = multiprocessing.get_context(self.start_method)
         for end, limit in self.limits.items():
-            # Another version of Python on another node may lack one, and a limit may be below the depth of this call.
+            # Python on another node may lack a limit, and a limit may be below the depth of this call.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
 
@@ -235,12 +229,12 @@ class InterpreterState:
             AfterImport({"torch.multiprocessing": self._share_tensors}).install()
 
     def _share_tensors(self) -> None:
-        # Another node may know other ways.
+        # PyTorch on another node may not have this strategy.
         with contextlib.suppress(AssertionError):
             sys.modules["torch.multiprocessing"].set_sharing_strategy(self.tensor_sharing)
 
     def apply_before_body(self) -> None:
-        """Set what the import of a module would change: in the flow's process modules were imported before."""
+        """Apply the state that imports would change: in the flow's process, modules were imported before it was set."""
         logging.disable(self.disabled_level)
         for logger in self.loggers:
             logger.apply()
@@ -253,19 +247,19 @@ class InterpreterState:
 
 @dataclass(frozen=True, slots=True)
 class LoggerState:
-    """What was set of a logger, without its handlers."""
+    """Settings of a logger, without its handlers."""
 
-    #: Empty: the root logger.
+    #: Name of the logger; empty: the root logger.
     name: str
     level: int
     propagate: bool
     disabled: bool
-    #: Its class is `logging.Logger`. A library makes loggers of another class itself.
+    #: The class is `logging.Logger`. Loggers of other classes are left to the library that makes them.
     is_plain: bool
 
     @classmethod
     def read_all(cls) -> Iterator[LoggerState]:
-        """Yield the loggers of this process of which something was set."""
+        """Yield the settings of each logger of this process that has any."""
         root = logging.root
         for name, each in (("", root), *tuple(root.manager.loggerDict.items())):
             if isinstance(each, logging.Logger) and (
@@ -275,7 +269,7 @@ class LoggerState:
                 yield cls(name, int(each.level), bool(each.propagate), bool(each.disabled), plain)
 
     def apply(self) -> None:
-        """Set it in this process."""
+        """Apply the settings in this process."""
         found = logging.root.manager.loggerDict.get(self.name)
         if not self.is_plain and not isinstance(found, logging.Logger):
             return
@@ -288,7 +282,7 @@ class LoggerState:
 
 @dataclass(frozen=True, slots=True)
 class WarningFilter:
-    """One of `warnings.filters`. Its category has a name, since its class may be the user's."""
+    """An item of `warnings.filters`. The category is stored by name, since its class may be the user's."""
 
     action: str
     message: str | re.Pattern[str] | None
@@ -298,7 +292,7 @@ class WarningFilter:
 
     @classmethod
     def of(cls, item: Any) -> WarningFilter | None:
-        """Return a filter as a value; `None`: it is none that `warnings` makes."""
+        """Return a filter as a value; `None`: `warnings` makes no such filter."""
         match item:
             case (
                 str(action),
@@ -312,7 +306,7 @@ class WarningFilter:
         return None
 
     def item(self) -> tuple[Any, ...]:
-        """Return it as `warnings` has it, without importing the module of its category."""
+        """Return the filter as an item of `warnings.filters`, without importing the category's module."""
         module, name = self.category
         found: Any = None
         with contextlib.suppress(AttributeError):
@@ -323,9 +317,9 @@ class WarningFilter:
 
 
 class _NamedCategory(type):
-    """Class of a category that is known by its name: the class of that name may come later, or by value.
+    """Class of a category that is known by name: the class of that name may come later, or by value.
 
-    One that raises has no effect on the warnings of a module's import. In the flow's process that module may
+    A filter that raises does not affect the warnings of a module's import: in the flow's process, the module may
     have been imported before the filter was set.
     """
 

@@ -1,9 +1,9 @@
-"""What a child is started from, what is heard of it, and the protocol of launchers.
+"""What a child is started from, the events of its process, and the protocol of launchers.
 
-A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it. The
-protocol contains no process id to steer by, and no descriptors except those of memory files, whose
-bytes a launcher on another machine would send (`transport.pack` packs without any, too). The
-launcher of this machine is in `launcher`; what a child itself sends is in `messages`.
+A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it. The protocol
+needs no process id, and no descriptors except those of memory files, whose bytes a launcher on another machine would
+send (`transport.pack` can pack without memory files). The launcher of this machine is in `launcher`; the messages of
+a child are in `messages`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """What the process of a task is started from."""
+    """All that is needed to start the process of a task."""
 
     task_name: str
     #: Variables to set in the child's environment, or to remove (`None`).
@@ -27,30 +27,29 @@ class LaunchSpec:
     prepare: Prepare
     #: The pickled `messages.Call`.
     call: PackedValue
-    #: Like the parent's.
+    #: Working folder of the parent, as are the next two.
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
-    #: The devices that it was placed on, and what was asked for: a launcher of another machine has it confirmed there.
+    #: The task's devices and what it asked for: a launcher of another machine has them confirmed there.
     placement: Placement | None = None
     request: Request | None = None
 
 
-#: Shown by `ps` for a process that was started ahead of its task, also once it has one.
+#: Title in `ps` of a process that was started ahead of its task, also once it has a task.
 STANDBY_TITLE = "standby"
 
-#: Exit code of a standby that cannot run its task: a folder is gone, or what it imported is not what
-#: the task would import.
+#: Exit code of a standby that cannot run its task: a folder is gone, or the task would import other modules.
 UNSUITED_CODE = 75
 
 
 @dataclass(frozen=True, slots=True)
 class WarmSpec:
-    """What a standby is started from: a process that imports modules before its task is known."""
+    """All that is needed to start a standby: a process that imports modules before its task is known."""
 
     #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
     modules: tuple[str, ...]
-    #: All of its environment.
+    #: The whole environment of the process.
     environment: Mapping[str, str]
     cwd: str = ""
     argv: tuple[str, ...] = ()
@@ -59,7 +58,7 @@ class WarmSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """A process exists. Its id serves to measure it on its own host, not to steer it.
+    """A process exists. Its id is for measurements on its own host, not for signals.
 
     It comes a second time if the first process was a standby that ended before it accepted the task.
     """
@@ -89,9 +88,9 @@ class ChildExited:
     code: int
     #: End of its standard error.
     stderr_tail: str
-    #: The stream ended inside a message.
+    #: The stream of messages ended inside a message.
     truncated: bool = False
-    #: Why the launcher killed it of its own accord; empty: it did not.
+    #: Why the launcher killed the process by its own decision; empty: it did not.
     killed_because: str = ""
 
 
@@ -102,7 +101,7 @@ Listener = Callable[[Heard], None]
 
 
 class ChildHandle(Protocol):
-    """One child, as it is steered from outside."""
+    """Handle of one child, for its owner."""
 
     def answer(self, message: Any) -> None:
         """Send a message to the child; it is dropped if the child has ended."""
@@ -130,8 +129,8 @@ class Launcher(Protocol):
 
 
 class AnnouncedTask(Launcher, Protocol):
-    """The launcher of one task that was submitted, for which a process may be started ahead."""
+    """The launcher of one submitted task, for which a process may be started ahead."""
 
     def retract(self) -> None:
-        """Keep no process for the task any more; without effect once it had one."""
+        """Keep no process for the task any longer; without effect once a process was started for it."""
         ...

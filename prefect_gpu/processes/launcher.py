@@ -1,8 +1,8 @@
 """The launcher of this machine: one thread that starts children and carries their messages.
 
-All children are started from one long-lived thread, each as a process in a session of its own. The same
-thread reads and writes their channels and standard streams without blocking on any of them, and notices
-when they end. Which child to start, and what its messages mean, is decided elsewhere.
+All children are started from one long-lived thread, each as a process in a session of its own. The same thread reads
+and writes their channels and standard streams without blocking, and notices when they end. Which child is started,
+and the meaning of its messages, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import Frame, FrameReader, MemoryFile
 
-#: Seconds that a child may take to end once its value has arrived: enough for libraries to shut down
-#: (chosen, not measured), and an end for a thread that would never return.
+#: Seconds that a child may take to end once its value has arrived. Enough for libraries to shut down (chosen, not
+#: measured), and a limit for a thread that would never return.
 EXIT_GRACE_S = 5.0
 
 #: Seconds that a child may live after it has closed its channel without a value.
@@ -68,38 +68,36 @@ SILENT_GRACE_S = 1.0
 #: Seconds between two checks for ended children where the system has no `pidfd_open` (macOS).
 POLL_S = 0.05
 
-#: Seconds between two checks whether held back output can be read on: the stream may have stalled.
+#: Seconds between two checks whether output can be read again: the parent's stream may have stalled.
 _HELD_BACK_S = 1.0
 
-#: Receives from one channel before the others have their turn, each at most what its socket holds.
+#: Receives from one channel before other channels have their turn; each is at most a socket buffer.
 _TURN_RECEIVES = 32
 
-#: Bytes that a channel's socket is asked to hold; the kernel gives less (208 KiB by default).
+#: Requested size of a channel's socket buffer in bytes; the kernel gives less (208 KiB by default).
 _SOCKET_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
 
 
 class Handle:
-    """A `ChildHandle` that passes requests on to the launcher's thread."""
+    """A `ChildHandle` that passes calls on to the launcher's thread."""
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
-        #: The child that it steers; replaced if a standby ends before the body of its task begins. For the
-        #: launcher's thread only.
+        #: The child; replaced if a standby ends before the body of its task begins. For the launcher's thread only.
         self.child = child
 
     def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
         """Assign a task to a standby. Only once.
 
         Args:
-            spec: The task's. If the standby ends before the body has begun, a fresh process is started
-                from it.
-            late: What has changed since the standby was started.
+            spec: The task's. If the standby ends before the body has begun, a fresh process is started from it.
+            late: Changes since the standby was started.
             listener: Called with `ChildStarted` first, and once more if a fresh process is started.
 
         Returns:
-            The handle of the task; this one is of no use any more.
+            The handle of the task; the standby's handle is of no use any longer.
         """
         handle = Handle(self._launcher, self.child)
         self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
@@ -120,16 +118,15 @@ class Handle:
 
 
 class LaunchedChild:
-    """One child as the launcher's thread knows it: process, channel, streams, deadline."""
+    """One child in the launcher's thread: process, channel, streams, deadline."""
 
     def __init__(
         self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
     ) -> None:
-        #: What it is started from; `None` once it was: a call may be large.
+        #: `None` once the process was started, since a call may be large.
         self.spec: LaunchSpec | WarmSpec | None = spec
-        #: How its process is started; `None`, or where that fails: as the launcher's others.
+        #: How the process is started; `None`, or after a failure: in the launcher's default way.
         self.spawn = spawn
-        #: Called with its messages.
         self.listener = listener
         #: The task that a standby was given, until its body has begun.
         self.task: GivenTask | None = None
@@ -138,23 +135,23 @@ class LaunchedChild:
         self.channel: socket.socket | None = None
         self.pidfd: int | None = None
         self.output: ChildOutput | None = None
-        #: Bytes to send, and the memory files that go with the first of them.
+        #: Bytes to send, each with the memory files that go with its first byte.
         self.outgoing: deque[tuple[memoryview, tuple[MemoryFile, ...]]] = deque()
         self.frames = FrameReader()
         self.value_arrived = False
-        #: The owner of its handle has ended it, or asked it to end.
+        #: The owner of the handle has killed the child, or asked it to end.
         self.asked_to_end = False
         self.killed = False
         self.killed_because = ""
-        #: Monotonic seconds at which it is killed if it still lives, and the reason then.
+        #: Monotonic seconds at which the child is killed if it still lives, and the reason then.
         self.deadline: float | None = None
         self.deadline_reason = ""
 
     def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
-        """Make its channel and start its process.
+        """Make the channel and start the process.
 
         Raises:
-            Exception: No process can be started; the caller closes what was opened.
+            Exception: No process can be started; the caller closes opened descriptors.
         """
         while self.process is None:
             self.channel, theirs = socket.socketpair()
@@ -169,26 +166,26 @@ class LaunchedChild:
                         raise
                     logger.debug("a GPU task gets a fresh interpreter: %s", error)
                     self.spawn = None
-                    # If a process was started all the same, it must not hear what is meant for the other:
-                    # it sees its channel close, and ends.
+                    # A process that was started in spite of the error must not get the other's messages: it sees its
+                    # channel close, and ends.
                     self.channel.close()
 
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
-        """Add bytes to what is to be sent, and memory files that go with the first piece."""
+        """Add bytes to send, and memory files that go with the first piece."""
         for piece in pieces:
             if len(piece):
                 self.outgoing.append((piece, files))
                 files = ()
 
     def queue_call(self, prepare: bytes, spec: LaunchSpec) -> None:
-        """Add a task's `Prepare` and its call to what is to be sent."""
+        """Add a task's `Prepare` and its call to the bytes to send."""
         self.queue(memoryview(prepare))
         self.queue(*spec.call.frame, files=spec.call.files)
 
     def drop_files(self) -> None:
         """Close the memory files that were not sent yet, or came with an incomplete frame."""
         self.outgoing.clear()
-        # Not its state: that tells whether the stream ended inside a frame.
+        # The state of the reader stays: it tells whether the stream ended inside a frame.
         self.frames.drop_files()
 
 
@@ -196,17 +193,17 @@ class LaunchedChild:
 class GivenTask:
     """A task that was given to a standby and not accepted yet."""
 
-    #: Kept for the case that the standby ends before it accepts the task.
+    #: Needed if the standby ends before it accepts the task.
     spec: LaunchSpec
     listener: Listener
-    #: Of the task.
+    #: Handle of the task.
     handle: Handle
-    #: The listener of the standby: called once it has accepted the task, or has ended before.
+    #: The standby's listener: called when the standby has accepted the task, or has ended before.
     standby_listener: Listener
 
 
 def tell(listener: Listener, message: Any) -> None:
-    """Call a listener; what it raises is logged."""
+    """Call a listener; log its exceptions."""
     try:
         listener(message)
     except Exception:
@@ -214,14 +211,9 @@ def tell(listener: Listener, message: Any) -> None:
 
 
 class ProcessLauncher:
-    """Starts children on this machine. Its thread starts with the first child and stays.
+    """Starts children on this machine, by default as fresh interpreters, from a thread that starts with the first child.
 
-    In a fork of the parent it begins anew, without children.
-
-    Args:
-        exit_grace_s: Seconds that a child may take to end once its value has arrived.
-        silent_grace_s: Seconds that a child may live after it has closed its channel.
-        spawn: How processes are started.
+    In a fork of the parent, the launcher starts again without children.
     """
 
     def __init__(
@@ -241,10 +233,10 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        #: What the thread waits on.
+        #: Resources that the thread waits on.
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
-        #: Process ids and tokens of further processes that the guardian kills.
+        #: Tokens of further processes that the guardian kills, by process id.
         self._guarded: dict[int, str] = {}
         self.output = OutputForwarder(on_progress=self._wake)
 
@@ -258,9 +250,9 @@ class ProcessLauncher:
         A standby then sends `Warmed` and waits for `Handle.give`.
 
         Args:
-            spec: What it is started from.
-            listener: Called with its messages, on the launcher's thread.
-            spawn: How this process is started; `None`, or where that fails: as all are.
+            spec: Spec of a task or of a standby.
+            listener: Called with the child's messages, on the launcher's thread.
+            spawn: Starts this process; `None`, or after a failure: the launcher's default.
 
         Raises:
             CapacityError: The launcher's thread cannot be started, or has no descriptor left to wait on;
@@ -282,16 +274,14 @@ class ProcessLauncher:
         return Handle(self, child)
 
     def guard(self, pid: int, token: str) -> None:
-        """Register a process that the guardian kills with the children, from the first child on.
+        """Register a process that the guardian kills with the children; an empty token removes it.
 
-        Args:
-            pid: Its process id.
-            token: Identifies the process; empty: it is no longer registered.
+        The registration has effect from the first child on.
         """
         self.call(functools.partial(self._guard, pid, token))
 
     def call(self, command: Callable[[], None]) -> None:
-        """Call something on the launcher's thread, soon."""
+        """Call a function on the launcher's thread, soon."""
         self._commands.append(command)
         self._wake()
 
@@ -301,11 +291,11 @@ class ProcessLauncher:
         try:
             self._wake_in.send(b"!")
         except OSError:
-            # Full: the thread is about to wake anyway. Closed: it has ended.
+            # Full: the thread is about to wake anyway. Closed: the thread has ended.
             return
 
     def _open(self) -> None:
-        """Open what the thread waits on; a launcher that starts nothing holds no descriptor."""
+        """Open the resources that the thread waits on; a launcher without children holds no descriptor."""
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
@@ -322,7 +312,7 @@ class ProcessLauncher:
         yield from self._guarded.items()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End all children, the guardian and the thread. The launcher may be used again after that."""
+        """End all children, the guardian and the thread. The launcher can be used again after that."""
         thread = self._thread
         if thread is None:
             return
@@ -334,15 +324,12 @@ class ProcessLauncher:
             self._reset()
 
     def _forget(self) -> None:
-        """In a fork of the parent: close what belongs to the parent's children, and begin anew.
-
-        If the fork held the guardian's pipe open, the guardian would not notice the parent's end.
-        """
+        """In a fork: close the parent's descriptors, so that the guardian notices its end, and start without children."""
         if self._thread is None:
             self._reset()
             return
-        # Closed by number and never through the selector or a buffer: the kernel's set of watched
-        # files is shared with the parent, and a lock may have been held at the fork.
+        # Closed by number, not by the selector or a buffer: the kernel's set of watched files is shared with the
+        # parent, and a lock may have been held at the fork.
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
@@ -352,7 +339,7 @@ class ProcessLauncher:
             if child.output is not None:
                 child.output.close_in_fork()
             if child.process is not None:
-                # It is no child of the fork: nothing to wait for, or to warn of.
+                # The process is no child of the fork: nothing to wait for, or to warn of.
                 child.process.returncode = 0
         self._guardian.forget()
         self._own.close()
@@ -365,7 +352,7 @@ class ProcessLauncher:
             key = None
             for key, mask in self._selector.select(self._longest_wait_s()):
                 self._attempt(functools.partial(key.data, mask))
-            # It holds a child, and with that the value of a task, which must not stay until the next event.
+            # The key refers to a child, and so to the value of a task, which must not stay until the next event.
             del key
             while self._commands:
                 self._attempt(self._commands.popleft())
@@ -375,14 +362,14 @@ class ProcessLauncher:
 
     @staticmethod
     def _attempt(step: Callable[[], None]) -> None:
-        """Take one step; log what it raises, so that the other children are still served."""
+        """Take one step; log its exceptions, so that other children are still served."""
         try:
             step()
         except Exception:
             logger.exception("the launcher of GPU tasks met an error; it goes on")
 
     def _close_down(self) -> bool:
-        """Kill all children; `True`: none is left."""
+        """Kill all children; return whether none is left."""
         for child in self._children:
             if not child.killed:
                 self.kill_child(child, "the runner was closed")
@@ -410,11 +397,11 @@ class ProcessLauncher:
             return
 
     def _check_children(self) -> None:
-        """Carry out what no event of a descriptor announces: deadlines, held back output, ends."""
+        """Handle deadlines, held back output and ends, which no event of a descriptor announces."""
         try:
             self._guardian.replace()
         except OSError:
-            # It is tried again. Without a guardian children run on; tasks that cannot start say why.
+            # Tried again. Without a guardian children run on; tasks that cannot start say why.
             logger.debug("the guardian of GPU tasks cannot be replaced", exc_info=True)
         now = time.monotonic()
         for child in tuple(self._children):
@@ -453,7 +440,7 @@ class ProcessLauncher:
     def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
         assert spec is not None
-        # First what can fail because of the spec: then there is no process to undo.
+        # First the steps that can fail because of the spec: then there is no process to undo.
         warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
@@ -465,8 +452,7 @@ class ProcessLauncher:
         child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
         process = child.process
         assert process is not None and child.channel is not None
-        # The guardian is told before the child gets any input: the child does nothing until then, and
-        # ends by itself if its channel closes first.
+        # Before the child gets any input: until then the child does nothing, and ends if its channel closes.
         self._guardian.tell(f"+{process.pid} {child.token}")
         child.channel.setblocking(False)
         child.pidfd = process.open_pidfd()
@@ -504,15 +490,15 @@ class ProcessLauncher:
         try:
             prepare = messages.encode(replace(spec.prepare, late=late))
         except Exception:
-            # A part of it cannot be pickled; the fresh process is refused with that error.
+            # A part of the message cannot be pickled; the fresh process is refused with the same error.
             self.kill_child(child)
             self._start_over(task)
             return
         child.task, child.listener = task, listener
         tell(child.listener, ChildStarted(child.process.pid))
         child.queue_call(prepare, spec)
-        # At once: the launcher's next command may be to start a process, which takes as long as all
-        # that is left until the task's first line.
+        # At once: the launcher's next command may start a process, which takes as long as the whole rest of this task's
+        # start.
         self._write(child)
 
     def _start_over(self, task: GivenTask) -> None:
@@ -547,7 +533,7 @@ class ProcessLauncher:
 
     def _write(self, child: LaunchedChild) -> None:
         if child.channel is None:
-            # Its end was noticed in the same turn.
+            # The end of the child was noticed in the same turn.
             return
         try:
             while child.outgoing:
@@ -558,18 +544,18 @@ class ProcessLauncher:
                 else:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
-            # The rest is sent when the socket has room again, for which it is watched below.
+            # The rest is sent when the socket, which is watched below, has room again.
             pass
         except ProtocolError as error:
             self._refuse(child, error, "it could not be sent its call")
             return
         except OSError:
-            # It is about to end; that is noticed elsewhere.
+            # The child is about to end, which is noticed elsewhere.
             child.outgoing.clear()
         self._watch_channel(child)
 
     def _read(self, child: LaunchedChild) -> bool:
-        """Read what a child sent, for one turn; `False`: nothing more can come now."""
+        """Read a child's messages, for one turn; `False`: nothing more can come now."""
         for _ in range(_TURN_RECEIVES):
             if child.channel is None:
                 break
@@ -592,19 +578,19 @@ class ProcessLauncher:
         """End a child with which no messages can be exchanged."""
         link: BaseException | None = error
         while link is not None:
-            # Frames of a traceback would keep alive what they refer to: files, and their memory.
+            # Frames of a traceback would keep files and their memory alive.
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         if child.task is None:
             # A standby is replaced instead, until the body of its task has begun.
             tell(child.listener, ChildRefused(error))
-        # In this order: a child whose channel closes ends by itself.
+        # Killed before its channel closes: otherwise the child would end by itself.
         self.kill_child(child, because)
         self._close_channel(child)
 
     def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
         if frame.kind == transport.VALUE:
-            # Unpacked at once: whatever becomes of the value, its files are closed.
+            # Unpacked at once, so that the value's files are closed in any case.
             value = transport.unpack(frame)
             child.value_arrived = True
             child.deadline = time.monotonic() + self._exit_grace_s
@@ -613,7 +599,7 @@ class ProcessLauncher:
             return
         message = messages.decode(frame.body)
         if isinstance(message, (Accepted, Warmed)) and child.task is not None:
-            # It answers for what the standby did before it was given the task, or says that it has it.
+            # The message is about the standby's time before its task, or says that it has the task.
             tell(child.task.standby_listener, message)
             return
         if isinstance(message, (BodyStarted, BodyEnded)):
@@ -633,12 +619,7 @@ class ProcessLauncher:
                 return
 
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
-        """Kill a child and every process that it started. The launcher's thread only.
-
-        Args:
-            child: The child; one that has ended is left alone.
-            because: The reason, if the launcher does it of its own accord.
-        """
+        """Kill a living child and all its processes; `because`: a reason of the launcher's own. Launcher's thread only."""
         if child not in self._children or child.process is None:
             return
         if not because:
@@ -649,11 +630,11 @@ class ProcessLauncher:
         guardian.kill_all({child.process.pid: child.token})
 
     def _finish(self, child: LaunchedChild) -> None:
-        """Read what a child that has ended still sent, kill what it left, and call its listener."""
+        """Read the last output of a child that has ended, kill its remaining processes, and call its listener."""
         assert child.process is not None
         self._close_pidfd(child)
-        # Before it is waited for, so that no other process has its id, nor its group's. (A fork, and where
-        # there is no pidfd any process, was reaped already, but only now: see docs/decisions.md.)
+        # Before the wait, so that no other process has its id or its group's. (A fork was reaped already, and so was
+        # any process where there is no pidfd, but only now: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:
@@ -671,7 +652,7 @@ class ProcessLauncher:
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
         if task is not None and not child.asked_to_end and not self._closing:
-            # Not a line of the body has run: its listener need not know.
+            # No line of the body has run, so the task's listener is not told.
             tell(task.standby_listener, exited)
             self._start_over(task)
             return
@@ -692,7 +673,7 @@ class ProcessLauncher:
 
 
 def _name_limit(error: BaseException) -> CapacityError | None:
-    """Return an error that names the limit that was reached; `None`: it was none."""
+    """Return an error that names the reached limit; `None`: no limit was reached."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EAGAIN:
         limit = describe_process_limit()
@@ -712,7 +693,7 @@ def _name_limit(error: BaseException) -> CapacityError | None:
 
 
 def process_launcher() -> ProcessLauncher:
-    """Return the one launcher of this Python process; a fork of it has one of its own."""
+    """Return the only launcher of this Python process; a fork has a launcher of its own."""
     return PROCESS_RESOURCES.get(ProcessLauncher, _make)
 
 

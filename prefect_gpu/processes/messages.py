@@ -23,21 +23,19 @@ One child, one stream socket, one task:
                                   ◀───    value frame: what was returned, or the exception
                                           the process ends
 
-What ends it early:
+Early ends:
 
-- The child ends before `BodyStarted`: a standby is replaced by a fresh process, and the task does not
-  notice. A fresh process is a death.
-- The call cannot be read, or the policy cannot be applied: `BodyEnded` with the exception, without a
-  `BodyStarted`.
+- The child ends before `BodyStarted`: a standby is replaced by a fresh process, and the task does not notice. The end
+  of a fresh process is a death.
+- The call cannot be read, or the policy cannot be applied: `BodyEnded` with the exception, without `BodyStarted`.
 - The child ends after `BodyStarted` and before its value is complete: a death, also inside a frame.
-- The child closes its channel without a value and lives on, or lives on after its value: the launcher
-  kills it after a grace time. A value that has arrived is kept.
-- The child sends what is no message: it is killed (`ProtocolError`).
-- The parent ends, or closes the channel: the child ends once it reads or sends; the guardian ends
-  what still runs.
+- The child closes its channel without a value and lives on, or lives on after its value: the launcher kills it after
+  a grace time. A value that has arrived is kept.
+- The child sends bytes that are no message: it is killed (`ProtocolError`).
+- The parent ends, or closes the channel: the child ends once it reads or sends; the guardian ends what still runs.
 
-Messages are values of the classes below, pickled. How frames and values travel is in `transport`;
-what the parent hears of a child besides its messages is in `launch_spec`.
+Messages are values of the classes below, pickled. How frames and values travel is in `transport`; other events of a
+child are in `launch_spec`.
 """
 
 from __future__ import annotations
@@ -67,16 +65,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
-    """First message: what must be in place before any of the user's modules is imported."""
+    """First message: the state that must exist before any of the user's modules is imported."""
 
     policy: FrameworkPolicy
     allocation: Allocation
     #: Seconds between two readings of the frameworks' counters.
     counters_interval_s: float
-    #: What has changed since a standby was started; `None`: the process was started for this task.
+    #: Changes since a standby was started; `None`: the process was started for this task.
     late: Late | None = None
-    #: Modules that the call needs and that are not the user's: imported before the call is read, if
-    #: the process was started for it.
+    #: Modules not of the user's that the call needs: a process started for the task imports them before the call is
+    #: read.
     libraries: tuple[str, ...] = ()
     #: Modules of the flow's process that no fresh interpreter can import.
     private_modules: tuple[str, ...] = ()
@@ -84,35 +82,35 @@ class Prepare(Message):
     users_modules: tuple[str, ...] = ()
     #: Functions and classes of such modules in the registry of Keras: module and qualified name by registered name.
     registered: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    #: Of the flow's process as this message is made.
+    #: State of the flow's interpreter when this message is made.
     interpreter: InterpreterState = field(default_factory=InterpreterState.read)
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What a standby learns only with its task."""
+    """Facts that a standby learns only with its task."""
 
     #: Variables to set, or to remove (`None`).
     environment: Mapping[str, str | None]
-    #: As the parent's are now. An empty `cwd`: the folder stays as it is.
+    #: The parent's working folder, arguments and paths now. Empty `cwd`: keep the folder.
     cwd: str
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
 
 
 class PickledApart(Protocol):
-    """A value that is unpickled only where it is asked for; see `values.Apart`."""
+    """A value that is unpickled only on demand; see `values.Apart`."""
 
     def load(self) -> Any:
-        """Unpickle it."""
+        """Unpickle the value."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """A value of one of the flow's transactions, unpickled for each `Transaction.get`, which would copy it anyway."""
+    """A value of one of the flow's transactions. It is unpickled for each `Transaction.get`, which copies it anyway."""
 
-    #: An error, which `get` raises: the value cannot be sent.
+    #: The value; an error that `get` raises: the value cannot be sent.
     held: PickledApart | Exception
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -128,25 +126,25 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Prefect's serialised context, without parameters, not unpickled yet: that imports Prefect.
-    #: `None`: run without Prefect.
+    #: Prefect's serialised context, without parameters, still pickled since unpickling imports Prefect. `None`: run
+    #: without Prefect.
     context: PickledApart | None = None
-    #: The flow's parameters in that context. They may be what the task's arguments are, and travel once.
+    #: The flow's parameters in that context. They travel once, also if they are arguments of the task.
     flow_parameters: Mapping[str, Any] = field(default_factory=dict)
     #: `print` goes to the run's log.
     log_prints: bool = False
-    #: Of Prefect's loggers, until Prefect is imported.
+    #: Level of Prefect's loggers, until Prefect is imported.
     log_level: str = "INFO"
-    #: Prefect is imported before the body; else when it is first needed.
+    #: Prefect is imported before the body; otherwise when it is first needed.
     at_once: bool = False
-    #: The task's parameters in that context: the arguments by name. They travel once.
+    #: The task's parameters in that context, which are the arguments by name. They travel once.
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def read_context(self) -> dict[str, Any]:
-        """Return Prefect's serialised context; empty if there is none.
+        """Return Prefect's serialised context; empty: there is no context.
 
         Raises:
-            Exception: It cannot be unpickled here.
+            Exception: The context cannot be unpickled here.
         """
         context: dict[str, Any] = {} if self.context is None else self.context.load()
         for name, parameters in (
@@ -168,12 +166,9 @@ class Answered(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseUnused(Message):
-    """Asks for device memory that the frameworks' allocators hold and do not use to be returned to the driver.
+    """Ask the child to return the frameworks' unused device memory to the driver. No effect after `until_s`."""
 
-    Without effect on a child that reads it too late.
-    """
-
-    #: Monotonic seconds, which all processes of a machine share, until which it is to be begun.
+    #: Latest begin, in monotonic seconds, which all processes of a machine share.
     until_s: float
 
 
@@ -182,21 +177,18 @@ class ReleaseUnused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Warmed(Message):
-    """A standby has imported its modules.
+    """A standby has imported its modules. With a problem it ends by itself, whether it was given a task or not."""
 
-    If there is a problem it ends by itself, whether a task was given to it or not.
-    """
-
-    #: Modules that could not be imported. What they left behind is unknown, so no task may run here.
+    #: Modules whose import failed. Their side effects are unknown, so no task may run here.
     failed: tuple[str, ...] = ()
-    #: What a module did at its import that the task's policy would come too late for; empty: nothing.
+    #: A module's action at its import that the task's policy would come too late for; empty: none.
     touched: str = ""
-    #: Private memory of the process now; 0: unknown.
+    #: Private memory of the process now, in bytes; 0: unknown.
     resident_bytes: int = 0
 
     @property
     def problem(self) -> str:
-        """Why no task may run here; empty: one may."""
+        """Why no task may run here; empty: tasks may run."""
         if self.touched:
             return self.touched
         return f"{', '.join(self.failed)} could not be imported" if self.failed else ""
@@ -233,7 +225,7 @@ class CountersRead(Message):
     #: `None`: no framework is used.
     counters: Counters | None
     frameworks: tuple[str, ...]
-    #: What is known from the steps so far; `None`: there was none.
+    #: Facts about the steps so far; `None`: no step has ended.
     steps: StepFacts | None = None
     #: Marks and phases since the last message. Their times are seconds since the body's first line.
     marks: tuple[Mark, ...] = ()
@@ -249,9 +241,9 @@ class Asked(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleasedUnused(Message):
-    """Answer to a `ReleaseUnused`: it was carried out as far as that was safe."""
+    """Answer to a `ReleaseUnused`: the request was carried out as far as that was safe."""
 
-    #: As in the request.
+    #: Copied from the request.
     until_s: float
 
 
@@ -278,7 +270,7 @@ class BodyEnded(Message):
 
     #: `True`: the value is an exception to raise in the parent.
     raised: bool
-    #: The device memory that was missing, if the exception or one of its causes says so; else `None`.
+    #: The missing device memory, from the exception or one of its causes; `None`: neither is an out-of-memory.
     out_of_memory: OutOfMemory | None = None
     #: The traceback as text; empty if nothing was raised.
     traceback: str = ""
@@ -290,9 +282,9 @@ class BodyEnded(Message):
     marks: tuple[Mark, ...] = ()
     #: Largest resident set of the child so far, in bytes; 0: unknown.
     host_peak_bytes: int = 0
-    #: What the body has reported of its results, by name.
+    #: Metrics that the body has reported, by name.
     metrics: dict[str, float] = field(default_factory=dict)
-    #: `ContextChanges`, pickled by `values`; `None`: there are none, or the body raised.
+    #: Pickled `ContextChanges`; `None`: no changes, or the body raised.
     changes: PackedValue | None = None
 
 
@@ -303,10 +295,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | FrameBody) -> Message:
-    """Return the message that a frame's body holds.
+    """Return the message in a frame's body.
 
     Raises:
-        ProtocolError: The bytes are not one.
+        ProtocolError: The bytes are no message.
     """
     try:
         message = pickle.loads(body)

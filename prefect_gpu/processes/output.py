@@ -1,10 +1,9 @@
-"""What children print, on its way to the parent's own standard output and error.
+"""Output of children on its way to the parent's own standard output and error.
 
-The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A thread of its
-own writes them (`OutputForwarder`). A child is held back, as any process would be, while the parent's
-stream makes progress. Once that stream has stood still for `STALLED_S`, output is dropped, and a line
-says how much: a terminal that is not read never stops a child for good. The end of standard error is
-kept for the message about a death.
+The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A separate thread writes the
+output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait as any process would.
+After `STALLED_S` without progress output is dropped, and a line says how much: so a terminal that is not read never
+stops a child for good. The end of standard error is kept for error messages about a death.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ StreamName = Literal["stdout", "stderr"]
 #: Bytes that may wait for the parent's stream before children are held back.
 PENDING_BYTES = 4 * 1024 * 1024
 
-#: Seconds without progress after which a stream counts as stalled. A terminal that is paused must not
-#: stop the work of a night.
+#: Seconds without progress after which a stream counts as stalled. A paused terminal must not stop a night's work.
 STALLED_S = 5.0
 
 #: Bytes of standard error kept for the message about a death.
@@ -41,13 +39,13 @@ STDERR_TAIL_BYTES = 64 * 1024
 #: Bytes read or written in one call.
 _PIECE_BYTES = 64 * 1024
 
-#: Pieces that are read from a stream whose process has ended: more than a pipe holds, and an end if
-#: a process that it left behind goes on writing.
+#: Most pieces read from a stream whose process has ended: more than a pipe holds, but not endless if a remaining
+#: process goes on writing.
 _LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output from a thread of its own, to `sys.stdout` and `sys.stderr`.
+    """Writes children's output to `sys.stdout` and `sys.stderr`, from a thread of its own.
 
     Args:
         on_progress: Called after each write, on that thread.
@@ -65,13 +63,13 @@ class OutputForwarder:
 
     @property
     def full(self) -> bool:
-        """Whether children should be held back now."""
+        """Whether children must wait now."""
         if self._pending_bytes < PENDING_BYTES:
             return False
         return time.monotonic() - self._progress_at < STALLED_S
 
     def offer(self, stream: StreamName, text: str) -> None:
-        """Take output of a child. Never blocks."""
+        """Add output of a child to the queue. Never blocks."""
         if not text:
             return
         with self._condition:
@@ -86,7 +84,7 @@ class OutputForwarder:
             self._condition.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all output is written; `False`: it was not in time."""
+        """Wait until all output is written; return whether that was in time."""
         with self._condition:
             if self._pending and not self._start():
                 return False
@@ -110,7 +108,6 @@ class OutputForwarder:
                 self._condition.wait_for(lambda: bool(self._pending))
                 stream, text = self._pending.popleft()
                 size = len(text)
-                # Consecutive pieces of one stream are written at once.
                 parts = [text]
                 while self._pending and self._pending[0][0] == stream and size < _PIECE_BYTES:
                     part = self._pending.popleft()[1]
@@ -136,12 +133,11 @@ class OutputForwarder:
             try:
                 target.write(text)
             except UnicodeEncodeError as error:
-                # The parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
+                # The encoding of the parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
                 target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
         except Exception:
-            # A closed or broken stream of the parent must not fail a task, and there is no other
-            # place to report it.
+            # A closed or broken stream of the parent must not fail a task, and there is no other place to report it.
             return
 
 
@@ -149,9 +145,9 @@ class ChildOutput:
     """The standard streams of one child. For the launcher's thread only.
 
     Args:
-        streams: Unbuffered pipes, from which the child's output is read.
-        selector: Of the launcher; says when there is something to read.
-        forwarder: Takes what is read.
+        streams: Unbuffered pipes with the child's output.
+        selector: The launcher's; reports when a stream can be read.
+        forwarder: Writes the output.
     """
 
     def __init__(
@@ -163,10 +159,10 @@ class ChildOutput:
         self._streams = dict(streams)
         self._selector = selector
         self._forwarder = forwarder
-        # Characters may be cut between two pieces.
+        # A character may be cut between two pieces.
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = {name: decoder(errors="replace") for name in streams}
-        #: Whether it waits until the forwarder has room.
+        #: The streams are not read until the forwarder has room.
         self.held_back = False
         #: End of standard error.
         self.stderr_tail = bytearray()
@@ -175,13 +171,13 @@ class ChildOutput:
         self._watch()
 
     def resume(self) -> None:
-        """Read on, if it was held back and there is room now."""
+        """Read the streams again, if they were held back and there is room now."""
         if self.held_back and not self._forwarder.full:
             self.held_back = False
             self._watch()
 
     def finish(self) -> None:
-        """Read what the streams of a child that has ended still hold, and close them."""
+        """Read the rest of the streams of a child that has ended, and close them."""
         self.held_back = False
         for name in tuple(self._streams):
             for _ in range(_LAST_PIECES):
@@ -191,7 +187,7 @@ class ChildOutput:
         self.close_in_fork()
 
     def close_in_fork(self) -> None:
-        """Close the streams; the selector, which a fork shares with its parent, stays as it is."""
+        """Close the streams; leave the selector, which a fork shares with its parent, unchanged."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
@@ -210,11 +206,11 @@ class ChildOutput:
         self._read(name)
 
     def _read(self, name: StreamName, last: bool = False) -> bool:
-        """Read what the child printed; `False`: nothing more can come now."""
+        """Read one piece of output; `False`: nothing more can come now."""
         stream = self._streams.get(name)
         if stream is None:
             return False
-        # What a pipe still holds at the end (64 KiB) is read in any case.
+        # The rest of a pipe (64 KiB) is read in any case.
         if self._forwarder.full and not last:
             self._unwatch()
             self.held_back = True

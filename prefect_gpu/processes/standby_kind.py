@@ -1,9 +1,9 @@
-"""What a standby is made for, how far it is, and which standby suits a task.
+"""Kinds and stages of standbys, and the choice of a standby for a task.
 
-A standby is a process that imports ahead of its task. Tasks of one kind can use each other's standbys. Only what
-can be imported already is imported ahead, and nothing of the user's that a process of the task would not
-import anyway. This module holds the values and the decisions on them. Processes, locks and threads belong to
-`standby_pool`. How many standbys there are is decided in `scheduling.standbys`.
+A standby is a process that imports modules ahead of its task. Tasks of one kind can use each other's standbys. Only
+modules that can be imported already are imported ahead, and of the user's only those that the task's process would
+import anyway. This module holds values and decisions. Processes, locks and threads belong to `standby_pool`, and the
+number of standbys to `scheduling.standbys`.
 """
 
 from __future__ import annotations
@@ -37,53 +37,53 @@ from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
 
-#: What a task's process imports before a body that uses Prefect: Prefect, and what puts the process into its run.
+#: Modules imported before a body that uses Prefect: Prefect, and the code that enters the task run.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
 
-#: Failures in a row after which something is not tried again.
+#: Failures in a row after which standbys of a kind are given up.
 MOST_FAILURES = 3
 
-#: Seconds after the last failure after which something is tried again: what made processes fail for a while
-#: must not cost a flow of days its standbys.
+#: Seconds after the last failure after which a kind is tried again: a passing cause of failures must not cost a flow
+#: of days its standbys.
 FORGET_S = 600.0
 
-#: Variables to set in a process that waits, or to remove (`None`).
+#: Variables to set in a waiting process, or to remove (`None`).
 Changes = dict[str, str | None]
 
 
-# What a standby is made for.
+# Kinds of standbys.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a standby imports, and the environment that it does so in."""
+    """The imports of a standby, and the environment in which it imports."""
 
-    #: Modules of this package, of Prefect and of the frameworks. None of them is the user's.
+    #: Modules of this package, of Prefect and of the frameworks; none of the user's.
     always: tuple[str, ...]
-    #: What the task's own code imports, its module first.
+    #: Modules that the task's own code imports, the task's module first.
     users: tuple[str, ...]
-    #: Variables in which the process differs from its parent; `None` removes one.
+    #: Variables that differ from the parent's; `None`: removed.
     environment: tuple[tuple[str, str | None], ...]
-    #: A tag states the number of threads, so a standby with another number does not suit.
+    #: A tag states the number of threads, so a standby with another number is unsuitable.
     cpus_stated: bool
-    #: Threads that libraries may start which read the number as they load.
+    #: Number of threads for libraries that read it as they load.
     cpus: int = field(compare=False)
-    #: Host memory that one standby takes, before any was measured (bytes).
+    #: Estimated host memory of one standby in bytes, before any was measured.
     size_bytes: int = field(compare=False)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All modules to import, in this order: a framework before what needs it."""
+        """All modules to import, in this order: frameworks before modules that need them."""
         return (*self.always, *self.users)
 
     @functools.cached_property
     def key(self) -> str:
-        """A short name of the kind, the same in every process: equal kinds have equal names."""
+        """Short name of the kind, the same in every process: equal kinds have equal names."""
         values = self.always, self.users, self.environment, self.cpus_stated
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
     def without_users(self) -> Kind:
-        """Return the kind that imports nothing of the user's."""
+        """Return the kind without the user's modules."""
         return replace(self, users=())
 
     def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
@@ -106,15 +106,15 @@ def kind_of(
     environ: Mapping[str, str] | None = None,
     with_prefect: bool = True,
 ) -> Kind:
-    """Return what can be done ahead for a task.
+    """Return the kind of standby that suits a task.
 
     Args:
         fn: The task's function.
-        policy: What is known of the task's policy before it is placed: frameworks, allocator options,
-            caching and threads, but no devices and no budget.
-        size_bytes: Host memory that such a process takes, roughly.
+        policy: The task's policy before placement: frameworks, allocator options, caching and threads, but no
+            devices and no budget.
+        size_bytes: Estimated host memory of such a process.
         environ: The parent's environment; `None`: this process's.
-        with_prefect: The task is known to use Prefect. Its modules may import it in any case.
+        with_prefect: The task is known to use Prefect. If not, its modules may import Prefect all the same.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
@@ -123,7 +123,7 @@ def kind_of(
         names = []
     always = [registry.ADAPTERS[name].module for name in names]
     users = _users_modules(fn, always, names)
-    # Before them: what libraries make is frozen, and what comes with the user's modules is not.
+    # Ahead of the user's modules: objects of libraries are frozen, objects imported with the user's modules are not.
     if with_prefect or any(map(registry.brings_prefect, users)):
         always = [*OWN_MODULES, *always]
     return Kind(
@@ -139,15 +139,10 @@ def kind_of(
 def standby_changes(
     policy: FrameworkPolicy, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the variables in which a standby differs from its parent, as `Kind.environment` has them.
-
-    Args:
-        policy: See `kind_of`.
-        environ: The parent's environment.
-    """
+    """Return the variables in which a standby differs from its parent, as in `Kind.environment`; see `kind_of`."""
     changes = child_environment(policy, registry.adapters_for(policy), environ)
     if policy.device_kind == "nvml":
-        # The device is not known yet, and with no device to see, modules would decide for the CPU.
+        # The device is not known yet, and modules that see no device would decide for the CPU.
         del changes["CUDA_VISIBLE_DEVICES"]
     return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
 
@@ -188,29 +183,29 @@ def _can_import(module: str) -> bool:
         return False
 
 
-# What standbys leave to tasks.
+# Host memory that is left to tasks.
 
 
 class HostMemory(Protocol):
-    """What the pool of standbys asks of a broker; see `broker.Broker`. Safe to use from several threads."""
+    """The broker's facts about host memory, for the standby pool. Safe to use from several threads."""
 
     @property
     def host_promised_bytes(self) -> int:
-        """Host memory promised to processes of tasks that they have not taken yet."""
+        """Host memory in bytes that is promised to tasks' processes and not yet used by them."""
 
     @property
     def wants_host_memory(self) -> bool:
         """Whether a task waits for host memory."""
 
 
-# How far a standby is.
+# Stages of a standby.
 
 
 class Stage(enum.IntEnum):
-    """How far a standby is. Of several of a kind, the one that is least far ends first."""
+    """Stage of a standby. Among standbys of a kind, the one of the lowest stage ends first."""
 
     IMPORTING = 0
-    #: It has imported and waits for its task.
+    #: Its modules are imported, and it waits for its task.
     WAITING = 1
     #: It was asked to end, or ends by itself.
     ENDING = 2
@@ -224,48 +219,43 @@ class Standby:
     """One process that was started ahead of its task."""
 
     kind: Kind
-    #: As it was started: users' modules may have been left out, the environment completed.
+    #: The spec that it was started from: perhaps without users' modules, with the whole environment.
     spec: WarmSpec
-    #: Monotonic seconds when it was started.
+    #: Monotonic seconds of the start.
     started_s: float
-    #: The order in which standbys are started.
+    #: Number in the order of starts.
     serial: int = field(default_factory=lambda: next(_serials))
-    #: Set by the pool once it was started.
+    #: Set by the pool after the start.
     handle: Handle | None = None
-    #: `None`: the process has not been reported yet.
+    #: `None`: no process has been reported yet.
     pid: int | None = None
     stage: Stage = Stage.IMPORTING
-    #: A task has it. Its stage goes on until it accepts the task.
+    #: A task was assigned. The stage still changes until the standby accepts the task.
     given: bool = False
-    #: What it counts for among the standbys of the machine, and among those that import.
+    #: Its holds among the machine's standbys, and among importing standbys; `None`: not counted.
     place: Hold | None = None
     import_place: Hold | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported and can take a task at once."""
+        """Whether its modules are imported and it can take a task at once."""
         return self.stage is Stage.WAITING
 
     def enter(self, stage: Stage) -> None:
-        """Go on to a stage, unless it ends."""
+        """Enter a stage, unless the standby ends."""
         if self.stage is not Stage.ENDING:
             self.stage = stage
         if self.import_place is not None:
             self.import_place.release()
 
     def leave(self) -> None:
-        """Count as a standby no longer: it has a task, or is gone."""
+        """Release the holds: the standby has a task, or has ended."""
         for place in (self.place, self.import_place):
             if place is not None:
                 place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
-        """Return what must change in it for a task; `None`: it does not suit it.
-
-        Args:
-            kind: The task's.
-            environment: The whole environment of the task.
-        """
+        """Return the changes that this standby needs for a task with this whole environment; `None`: it is unsuitable."""
         return late_changes(
             self.spec.environment,
             environment,
@@ -274,7 +264,7 @@ class Standby:
         )
 
 
-# Which standby suits a task.
+# Choice of a standby for a task.
 
 
 def choose_standby(
@@ -283,19 +273,19 @@ def choose_standby(
     """Choose the standby that is furthest along for a task.
 
     Args:
-        standbys: All that no task has.
+        standbys: All standbys without a task.
         kind: The task's.
         environment: The whole environment of the task.
 
     Returns:
-        The standby and what must change in it (`None`: none suits), and the standbys that were made for such a task
-        and do not suit it: the parent's environment has changed since they were started.
+        The standby and its changes (`None`: no standby suits), and the standbys of the task's kind that are
+        unsuitable since the parent's environment has changed after their start.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
     misfits = []
     for standby in standbys:
-        # Not one that has imported what this task would not.
+        # A standby must not have imported modules that this task would not import.
         similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
             kind.modules
         )
@@ -306,78 +296,73 @@ def choose_standby(
             if standby.kind == kind:
                 misfits.append(standby)
             continue
-        # One that still imports is further along than a process that has not been started.
+        # A standby that still imports is further along than a process that has not been started.
         rank = standby.ready, len(standby.spec.modules), -standby.serial
         if best is None or rank > best_rank:
             best, best_rank = (standby, changes), rank
     return best, misfits
 
 
-# What is known of each kind.
+# Records of kinds.
 
 
 @dataclass(eq=False)
 class KindRecord:
-    """What is known of a kind."""
+    """Experience with the standbys of a kind."""
 
     kind: Kind
-    #: Host memory that one takes (bytes): as the kind says until one was measured.
+    #: Host memory of one standby in bytes: the kind's estimate until one was measured.
     size_bytes: int
-    #: Standbys in a row that ended without a task, or did not suit it.
+    #: Standbys in a row that ended without a task, or were unsuitable.
     failures: int = 0
-    #: Monotonic seconds of the last of them.
+    #: Monotonic seconds of the last failure.
     failed_s: float = float("-inf")
-    #: Why none is started any more; empty: they are.
+    #: Why no more standbys are started; empty: they are.
     given_up: str = ""
-    #: Modules of the user's do something at their import that must not be done before the task.
+    #: A user's module does something at its import that must not happen before the task.
     without_users: bool = False
-    #: The larger, the later a task of the kind was started; 0: none was.
+    #: Number that grows with each start of a task of any kind; 0: no task of this kind was started.
     last_used: int = 0
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What the next one imports."""
+        """Modules that the next standby imports."""
         made = self.kind.without_users() if self.without_users else self.kind
         return made.modules
 
     def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
-        """Note how the imports of one went.
-
-        Args:
-            warmed: What it reports.
-            modules: What it imported.
-        """
+        """Record a standby's report about its imports of these modules."""
         if not warmed.problem:
             if warmed.resident_bytes:
                 self.size_bytes = warmed.resident_bytes
         elif modules != self.kind.without_users().modules:
-            # Judged by what this one imported: several may have been started before the first reported.
+            # Judged by this standby's modules: several may have been started before the first reported.
             self.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
         elif not self.given_up:
-            # Its imports will not change.
+            # The imports will fail again.
             self.given_up, self.failed_s = warmed.problem, float("inf")
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
     def forget(self, now_s: float) -> None:
-        """Try again what has failed, if that was long ago."""
+        """Clear failures that are longer ago than `FORGET_S`."""
         if now_s - self.failed_s > FORGET_S:
             self.failures, self.given_up = 0, ""
 
     def take_success(self) -> None:
-        """Note that a standby has accepted its task: failures count anew."""
+        """Record that a standby has accepted its task: failures count anew."""
         self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
 
     def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
-        """Note that one ended before it had taken a task, or does not suit it; return whether it counts.
+        """Record that a standby ended before it accepted a task, or is unsuitable; return whether this counts.
 
-        Several that were started before a failure fail for the same reason, so they count once.
+        Standbys that were started before a failure fail for the same reason, so their failures count once.
 
         Args:
-            standby: Which.
+            standby: The failed standby.
             now_s: Monotonic seconds.
-            why: In words that follow "since".
-            stderr_tail: The end of what it printed there.
+            why: Reason, in words that follow "since".
+            stderr_tail: End of its standard error.
         """
         if standby.started_s <= self.failed_s or self.given_up:
             return False
@@ -399,19 +384,15 @@ class KindRecord:
 def demands_of(
     records: Mapping[Kind, KindRecord], announced: Sequence[Kind], standbys: Collection[Standby]
 ) -> list[KindDemand]:
-    """Return for every kind that is wanted or exists what wants it, the most urgent first.
+    """Return the demand for each kind that is wanted or has standbys, the most urgent first.
 
-    Args:
-        records: Of all kinds.
-        announced: The kind of each task that was submitted and has no process, in their order.
-        standbys: All that no task has.
+    `announced` has the kinds of the submitted tasks without a process, in order of submission.
     """
     used = sorted(
         (record for record in records.values() if record.last_used), key=lambda r: -r.last_used
     )
     latest = used[0].kind if used else None
     alive = {s.kind for s in standbys}
-    # First come, first served.
     kinds = dict.fromkeys(
         [*announced, *(r.kind for r in used if r.kind == latest or r.kind in alive), *alive]
     )

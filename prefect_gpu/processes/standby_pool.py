@@ -1,8 +1,8 @@
-"""Processes that wait ahead of their tasks: which there are, which one a task gets, when they start and end.
+"""The pool of standbys: starts them, assigns them to tasks, and ends them.
 
-One pool serves all runners of a Python process. A runner announces each task as it is submitted; the
-announcement is the task's `Launcher` from then on. A standby is used once. What a standby is made for and which
-one suits a task is decided in `standby_kind`, and how many there are in `scheduling.standbys`.
+One pool serves all runners of a Python process. A runner announces each task as it is submitted; the announcement is
+then the task's `Launcher`. A standby is used once. `standby_kind` has the kinds and the choice for a task, and
+`scheduling.standbys` the number of standbys.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ RESERVE_BYTES = 2 * GIB
 #: Seconds between two checks of the machine's memory while there are standbys.
 CHECK_S = 1.0
 
-#: Seconds that a task must have waited for host memory before standbys end for it: every request waits
-#: for a moment.
+#: Seconds that a task must have waited for host memory before standbys end for it: every request waits a moment.
 PATIENCE_S = 0.5
 
 #: Seconds without new standbys after the machine was short of memory or processes.
@@ -76,9 +75,9 @@ _ENDING_S = 5.0
 
 
 class Announcement:
-    """A task that was submitted: the `Launcher` of all its processes.
+    """A submitted task: the `Launcher` of all its processes.
 
-    From then on, until its first process starts or it is retracted, a standby is kept for it.
+    A standby is kept for the task until its first process starts or the announcement is retracted.
     """
 
     def __init__(self, pool: StandbyPool, kind: Kind) -> None:
@@ -86,21 +85,18 @@ class Announcement:
         self.kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Send the task to a standby that suits it, or start a process for it."""
+        """Assign a suitable standby to the task, or start a process for it."""
         return self._pool.start(self, spec, listener)
 
     def retract(self) -> None:
-        """Keep no standby for the task any more; without effect once it had a process."""
+        """Keep no standby for the task any longer; without effect once it had a process."""
         self._pool.retract(self)
 
 
 class StandbyPool:
-    """Keeps standbys and hands them out. Safe to use from several threads.
+    """Keeps standbys and assigns them to tasks. Safe to use from several threads.
 
-    Args:
-        launcher: Starts the processes.
-        read_available: Returns the bytes of the machine's memory that new processes could use.
-        cores: Of this process.
+    `read_available` returns the bytes of the machine's memory that new processes could use.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class StandbyPool:
         self._read_available = read_available
         self._cores = cores or count_cores()
         self._reset()
-        # The processes, announcements and thread of a fork's parent are not the fork's.
+        # A fork does not have its parent's processes, announcements and thread.
         PROCESS_RESOURCES.after_fork(self, StandbyPool._reset)
 
     def _reset(self) -> None:
@@ -121,21 +117,21 @@ class StandbyPool:
         self._dirty = False
         self._shut = False
         self._thread: threading.Thread | None = None
-        #: Runners that are open: standbys at most, and the broker of its tasks.
+        #: Open runners, each with its maximum of standbys and its tasks' broker.
         self._owners: dict[object, tuple[int, HostMemory]] = {}
         self._announced: dict[Announcement, None] = {}
         self._shared: SharedFolder | None = None
-        #: All that no task has.
+        #: All standbys without a task.
         self._standbys: list[Standby] = []
-        #: Tasks that have a process.
+        #: Number of tasks that have a process.
         self._running = 0
-        #: Those that were given a task whose body has not begun, and the task's kind.
+        #: Standbys with a task whose body has not begun, and the task's kind.
         self._beginning: dict[Standby, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
-        #: Monotonic seconds since when a task has waited for host memory; `None`: none does.
+        #: Monotonic seconds since when a task has waited for host memory; `None`: no task waits.
         self._starved_since_s: float | None = None
-        #: Monotonic seconds until which none is started.
+        #: Monotonic seconds until which no standby is started.
         self._hold_until_s = 0.0
 
     # Any thread.
@@ -147,10 +143,10 @@ class StandbyPool:
 
         Args:
             owner: The runner.
-            most: Standbys at most. With several runners the largest number counts.
-            broker: Of its tasks: knows what they need of the machine's memory.
-            shared: Folder in which all processes of the machine count their standbys: `most` is of the machine
-                then. `None`: they are not counted.
+            most: Maximum of standbys. The largest of several runners' counts.
+            broker: The broker of the runner's tasks: knows their need of host memory.
+            shared: Folder in which all processes of the machine count their standbys, so that `most` is a limit of the
+                machine. `None`: standbys of other processes are not counted.
         """
         with self._changed:
             if not self._shut:
@@ -158,7 +154,7 @@ class StandbyPool:
                 self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
-        """End what was kept for a runner. With the last runner all standbys end."""
+        """Remove a runner. With the last runner all standbys end."""
         with self._changed:
             self._owners.pop(owner, None)
             if self._owners:
@@ -166,7 +162,7 @@ class StandbyPool:
                 return
             self._announced.clear()
             self._end_all()
-            # A kind that was given up may do better with the next runner.
+            # A kind that was given up may work for the next runner.
             self._records.clear()
             for standby in self._standbys:
                 self._record(standby.kind)
@@ -175,7 +171,7 @@ class StandbyPool:
                 self._changed.wait(left_s)
 
     def shut_down(self) -> None:
-        """End all for good: the interpreter is about to end."""
+        """End all standbys for good, since the interpreter is about to end."""
         with self._changed:
             self._shut = True
             self._owners.clear()
@@ -184,11 +180,7 @@ class StandbyPool:
             self._wake()
 
     def announce(self, kind: Kind) -> Announcement:
-        """Keep a standby for a task that was submitted.
-
-        Args:
-            kind: What can be done ahead for it.
-        """
+        """Keep a standby of a kind for a submitted task."""
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
@@ -229,7 +221,7 @@ class StandbyPool:
             raise
 
     def _counted(self, listener: Listener) -> Listener:
-        """Return a listener that counts the end of a task's process, once, and calls another one."""
+        """Return a listener that counts the end of a task's process once, and calls another listener."""
         ended = False
 
         def listen(message: Any) -> None:
@@ -247,13 +239,13 @@ class StandbyPool:
 
     @property
     def ready(self) -> int:
-        """Standbys that wait for a task now."""
+        """Number of standbys that wait for a task now."""
         with self._changed:
             return sum(s.ready for s in self._standbys)
 
     @property
     def ready_by_kind(self) -> Counter[Kind]:
-        """Standbys that wait for a task now, by their kind."""
+        """Number of standbys that wait for a task now, by kind."""
         with self._changed:
             return Counter(s.kind for s in self._standbys if s.ready)
 
@@ -273,7 +265,7 @@ class StandbyPool:
         standby.given = True
         standby.leave()
         if standby.ready:
-            # The next one would take the cores that this task begins with.
+            # Another standby would take the cores on which this task begins.
             self._beginning[standby] = kind
         else:
             self._check_soon()
@@ -283,14 +275,14 @@ class StandbyPool:
         )
 
     def _check_soon(self) -> None:
-        """Ask the pool's thread to start and end standbys. Start the thread if there is none."""
+        """Wake the pool's thread to start and end standbys; start the thread if there is none."""
         if self._shut or not self._owners:
             return
         if self._thread is None:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-standby")
             except CapacityError as error:
-                # Tasks get fresh processes; the next one tries again.
+                # Tasks get fresh processes; the next call tries again.
                 logger.debug("no process is started ahead of its task: %s", error)
                 return
         self._wake()
@@ -304,7 +296,7 @@ class StandbyPool:
             self._end(standby)
 
     def _end(self, standby: Standby) -> None:
-        # One that was given to a task is the task's.
+        # A standby that was given to a task belongs to the task.
         if standby.stage is not Stage.ENDING and not standby.given and standby.handle is not None:
             standby.stage = Stage.ENDING
             standby.handle.kill()
@@ -318,7 +310,7 @@ class StandbyPool:
         while True:
             with self._changed:
                 if not self._dirty:
-                    # While none is wanted there is nothing to check.
+                    # Without standbys and tasks there is nothing to check.
                     busy = bool(self._standbys or self._announced or self._beginning)
                     self._changed.wait(CHECK_S if busy else None)
                 self._dirty = False
@@ -331,7 +323,7 @@ class StandbyPool:
                 logger.exception("the pool of standby processes met an error; it goes on")
 
     def _check(self, brokers: set[HostMemory]) -> None:
-        """Start and end what is due."""
+        """Start and end standbys as the plan says."""
         available_bytes = self._read_available()
         promised_bytes = sum(broker.host_promised_bytes for broker in brokers)
         starved = any(broker.wants_host_memory for broker in brokers)
@@ -347,7 +339,7 @@ class StandbyPool:
                 available_bytes,
                 promised_bytes,
                 RESERVE_BYTES,
-                # A plan lets half of them import.
+                # A plan lets half of these cores import.
                 2 * self._imports_at_once(),
                 max(most for most, _ in self._owners.values()),
             )
@@ -397,7 +389,7 @@ class StandbyPool:
             standby.leave()
             self._take_refusal(error)
             return
-        # Its messages come on another thread, which waits for the lock.
+        # Messages of the standby come on another thread, which waits for the lock.
         self._standbys.append(standby)
 
     def _take_places(self, standby: Standby) -> bool:
@@ -417,19 +409,19 @@ class StandbyPool:
         return standby.place is not None
 
     def _imports_at_once(self) -> int:
-        """Return how many may import at a time: half the cores; for a burst of tasks, all cores that no task has."""
+        """Return how many standbys may import at a time: half the cores, in a burst of tasks all cores without a task."""
         half = most_imports(self._cores)
         return max(half, min(len(self._announced), self._cores - self._running))
 
     def _take_refusal(self, error: Exception) -> None:
-        """No process can be started: leave to tasks what the system still allows."""
+        """Start no standby for a while, since the system allows no more processes: the rest is for tasks."""
         logger.debug("no process can be started ahead of its task: %s", error)
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
     # The launcher's thread.
 
     def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
-        """Pass a message of a task's process on; the next standby is started once the body has begun."""
+        """Pass on a message of a task's process; the next standby is started once the body has begun."""
         try:
             listener(message)
         finally:
@@ -439,22 +431,22 @@ class StandbyPool:
                         self._check_soon()
 
     def _hear(self, standby: Standby, message: Any) -> None:
-        """Take a message of a standby, up to its `Accepted`."""
+        """Handle a message of a standby, up to its `Accepted`."""
         with self._changed:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
-                # Not before: some die of the imports, and some when they are given a task.
+                # Not before: some standbys die of their imports, and some when they are given a task.
                 record.take_success()
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
-                # With a problem it ends by itself; a task that was given to it gets a fresh process.
+                # With a problem the standby ends by itself; a task that was given to it gets a fresh process.
                 standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, ChildRefused):
                 if standby.pid is None:
-                    # No process came of it, so no end will be reported.
+                    # There is no process, so no end will be reported.
                     self._take_refusal(message.error)
                     self._drop(standby)
                 else:
@@ -467,13 +459,13 @@ class StandbyPool:
             self._wake()
 
     def _drop(self, standby: Standby) -> None:
-        # One that was given a task is in the list no more.
+        # A standby that was given a task is not in the list.
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()
 
     def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
-        """Note the end of one that was not asked to end."""
+        """Record the end of a standby that was not asked to end."""
         unsuited, why = message.code == UNSUITED_CODE, f"it ended with {message.code}"
         if unsuited:
             why = (
@@ -482,19 +474,19 @@ class StandbyPool:
             )
         counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
         if unsuited and counts:
-            # The others have imported the same.
+            # Other standbys of the kind have imported the same modules.
             for other in self._standbys:
                 if other.kind == standby.kind:
                     self._end(other)
 
 
 def standby_pool() -> StandbyPool:
-    """Return the one pool of this Python process; in a fork of it, an empty one."""
+    """Return the only pool of this Python process; a fork has an empty pool of its own."""
     return PROCESS_RESOURCES.get("standby pool", _make_pool)
 
 
 def _make_pool() -> StandbyPool:
     pool = StandbyPool(process_launcher())
-    # Before the launcher's, which was registered first: it must not be asked for new ones.
+    # Called before the launcher's function, which was registered first: the launcher must get no new starts.
     atexit.register(pool.shut_down)
     return pool

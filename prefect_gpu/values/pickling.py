@@ -341,11 +341,7 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
 
 
 def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
-    """Make sure that an exception has arrived, as Prefect uses it.
-
-    Raises:
-        Exception: The type or the text differs, or the text cannot be read.
-    """
+    """Raise if an exception does not arrive as Prefect uses it: another type or text, or a text that cannot be read."""
     try:
         again = _load(data)
         if type(again) is not type(error):

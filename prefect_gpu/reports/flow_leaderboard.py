@@ -110,7 +110,7 @@ def _row_without_process(future: PrefectFuture[Any]) -> LeaderboardRow:
             "accepted: futures of GPU tasks and LeaderboardRow"
         )
     name = str(future.task_run_id)
-    # The server learns of a task run a moment after the flow.
+    # The server has a task run a moment after the flow.
     with contextlib.suppress(ObjectNotFound), get_client(sync_client=True) as client:
         name = client.read_task_run(future.task_run_id).name
     why = "" if state.is_completed() else f": {state.message}"

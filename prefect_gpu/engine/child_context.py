@@ -114,6 +114,8 @@ def _travelling(runnable: Any) -> Any:
     """Return a copy of a task or flow that identifies the run in a child process, without its function and hooks."""
     light = copy.copy(runnable)
     light.__dict__.pop("__wrapped__", None)
+    # A flow's function may refer to anything in its script (locks, clients, models), which would be pickled for each
+    # task or refuse to be. The body itself is in the call.
     light.fn = _runs_elsewhere
     for name in ONLY_HERE:
         if name in light.__dict__:

@@ -154,7 +154,11 @@ def is_hopeless(error: object) -> bool:
 
 
 class GPUTaskRunEngine(RunnerTaskRunEngine):
-    """Prefect's engine for one GPU task; `task` is from `with_body`."""
+    """Prefect's engine for one GPU task.
+
+    `limits` knows which tags have a concurrency limit, `task` is from `with_body`. For the others see
+    `RunnerTaskRunEngine`.
+    """
 
     def __init__(
         self,
@@ -237,17 +241,11 @@ def with_body(
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:
-    """Run a task run to its final state, as Prefect's `run_task_sync` does.
+    """Run a task run to its final state on an engine that was not started; `arguments` are those of `run_task_sync`.
 
     Prefect's function checks after the body whether the flow run is to be suspended. Here a completed task run keeps
-    its value, and the flow is suspended at its next call of Prefect.
-
-    Args:
-        engine: Not started yet.
-        arguments: Of `run_task_sync`.
-
-    Raises:
-        BaseException: The task run crashed, or the engine failed before the body.
+    its value, and the flow is suspended at its next call of Prefect. A crash of the task run, or a failure of the
+    engine before the body, is raised.
     """
     with engine.start(
         task_run_id=arguments.get("task_run_id"), dependencies=arguments.get("dependencies")
@@ -272,7 +270,8 @@ def run_engine(
 ) -> State[Any]:
     """Run a GPU task to its end, in this thread and its context; return the final state, crashes included.
 
-    The arguments are those of `GPUTaskRunEngine`, beside `client`, the API client of the engine.
+    The engine uses the API client of `client`. `limits`, `task`, `arguments` and `pause` are those of
+    `GPUTaskRunEngine`.
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())

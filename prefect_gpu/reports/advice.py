@@ -252,7 +252,7 @@ class TagAdvice:
     size_bytes: int | None
     #: In markdown: a tag, or the text that no tag helps.
     write: str
-    #: What the size is based on.
+    #: Measurement behind the size, as text.
     why: str
     #: The present budget is near enough.
     fits: bool
@@ -335,7 +335,7 @@ class TaskTags:
     write: str
     #: Bytes of the tag; `None`: no tag.
     size_bytes: int | None
-    #: What the size is based on.
+    #: Measurement behind the size, as text.
     why: str
     #: The tag of its newest flow run is near enough.
     fits: bool

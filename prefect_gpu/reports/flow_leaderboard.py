@@ -32,8 +32,8 @@ def publish_leaderboard(
 ) -> UUID:
     """Publish which of several task runs had the best result, in what time, with how much memory.
 
-    Call it in the flow. It waits until the task runs have ended. A task run that has failed, was cached, or has not reported
-    the metric, is in the table without a place.
+    Call it in the flow. It waits until the task runs have ended. A task run that failed, was cached, or did not report
+    the metric is listed without a place.
 
     Args:
         rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
@@ -45,7 +45,8 @@ def publish_leaderboard(
         The id of the artifact.
 
     Raises:
-        ReportError: It is not called in a flow with a `GPUTaskRunner`, or what is in `rows` is none of its tasks.
+        ReportError: It is not called in a flow with a `GPUTaskRunner`, or an entry of `rows` is neither a row nor a future
+            of this runner's GPU tasks.
     """
     context = FlowRunContext.get()
     active: Any = getattr(getattr(context, "task_runner", None), "_run", None)

@@ -199,7 +199,7 @@ def publish_run(
     Args:
         key: The history.
         version: Identifies the run: a run that is published twice counts once.
-        runs: Known runs of the history, newest first. The first is the one to keep.
+        runs: Known runs of the history, newest first. The first run is kept.
         client: Of the flow.
     """
     client.create_artifact(

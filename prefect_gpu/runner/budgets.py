@@ -263,7 +263,7 @@ class BudgetBook:
             learns(key.device_name, lesson.need_bytes)
 
     def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
-        """Report budgets learned from now on (device model, bytes) to `learns`, from any thread. It must not raise."""
+        """Report budgets learned from now on (device model, bytes) to `learns` on any thread. It must not raise."""
         with self._lock:
             for key in keys:
                 self._probes.setdefault(key, []).append(learns)

@@ -1,8 +1,8 @@
 """The threads of Prefect's engine: one for each GPU task, which ends with the task.
 
 A `ThreadPoolExecutor` would keep two thousand threads for a flow that maps two thousand tasks. The number of threads
-has no bound, which waiting tasks could exhaust; the broker limits the processes. `RunnerThreads` runs tasks without a
-`gpu` tag.
+has no bound: waiting tasks could use up all threads, and none could run. The broker limits the processes.
+`RunnerThreads` runs tasks without a `gpu` tag.
 
 `submit` returns `AwaitedFuture`: in a GPU task's process it tells the broker when the body waits for tasks that it
 submitted (`scheduling.nested`).

@@ -384,7 +384,11 @@ class Attempt:
     # While there is one.
 
     def run(self) -> process_run.Done | Ended:
-        """Run the body in a process on the devices from `place`, and return the end of the process."""
+        """Run the body in a process on the devices from `place`, and return the end of the process.
+
+        Raises:
+            BaseException: Any error of the preparation or of Prefect's engine.
+        """
         ticket, record, listener = self._ticket, self._record, self._listener
         assert ticket is not None and record is not None and listener is not None, "it was placed"
         assert ticket.placement is not None

@@ -1,7 +1,4 @@
-"""The context of a task run, as it travels to the task's child process.
-
-The child's side is `child.prefect_context`. The task run itself is in `task_run`.
-"""
+"""Serialise the context of a task run for its child process. The child's side is `child.prefect_context`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from prefect_gpu.errors import ResultError
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
 
-#: Attributes of tasks and flows that only the parent's engine calls.
+#: Attributes of tasks and flows that only the parent's engine uses.
 ONLY_HERE = (
     "on_completion_hooks",
     "on_failure_hooks",
@@ -42,12 +39,7 @@ ONLY_HERE = (
 
 
 def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[str, Any]:
-    """Serialise the context of this thread's task run for a child.
-
-    Args:
-        task_run: Context of the task run.
-        task: The user's own task.
-    """
+    """Serialise the context of this thread's task run, of the user's own `task`, for a child process."""
     flow_run = FlowRunContext.get()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_AsTheyAre.of_thread(str(task_run.client.api_url)))
@@ -75,7 +67,7 @@ def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[st
 
 
 def apply_changes(changes: ContextChanges) -> None:
-    """Change the run's contexts in this thread as its body, which has completed, has changed them in a child."""
+    """Apply the changes that a completed body made in its child process to the run's contexts in this thread."""
     transactions = _transactions()
     for transaction, values_set in zip(transactions, changes.transactions, strict=True):
         for name, value in values_set.items():
@@ -90,10 +82,10 @@ def apply_changes(changes: ContextChanges) -> None:
 
 
 def _transactions() -> list[BaseTransaction]:
-    """Return the transaction of this thread's task run, then each one around it."""
+    """Return the transaction of this thread's task run, followed by its parents from the inside out."""
     found: list[BaseTransaction] = []
     transaction = get_transaction()
-    # One around it that has ended gives as its parent the one that this thread is in.
+    # A parent that has ended returns the current transaction as its own parent.
     while transaction is not None and not any(transaction is each for each in found):
         found.append(transaction)
         transaction = transaction.get_parent()
@@ -108,7 +100,7 @@ def _stored(name: str, value: Any) -> StoredValue:
 
 
 def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
-    """Return what a child makes its copy of a transaction from (`prefect_context.RunContexts`)."""
+    """Return the fields from which a child process rebuilds a transaction (`prefect_context.RunContexts`)."""
     names = ("key", "commit_mode", "isolation_level", "overwrite", "write_on_commit", "state")
     stored = transaction._stored_values.copy()
     return {
@@ -119,13 +111,11 @@ def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
 
 
 def _travelling(runnable: Any) -> Any:
-    """Return a copy of a task or flow that names the run in a child, without what runs only here.
-
-    A flow's function may refer to anything in its script (locks, clients, models). All of it would be
-    pickled for each task, or refuse to be. The body itself travels in the call.
-    """
+    """Return a copy of a task or flow that identifies the run in a child process, without its function and hooks."""
     light = copy.copy(runnable)
     light.__dict__.pop("__wrapped__", None)
+    # A flow's function may refer to anything in its script (locks, clients, models), which would be pickled for each
+    # task or refuse to be. The body itself is in the call.
     light.fn = _runs_elsewhere
     for name in ONLY_HERE:
         if name in light.__dict__:
@@ -140,9 +130,9 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
 def without_parameters(
     context: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a child's context without parameters, the task's own parameters, and those of its flow.
+    """Return a child's context without parameters, the parameters of the task, and the parameters of its flow.
 
-    They are objects that the call has as arguments, too. Pickled with the call, each travels once.
+    The parameters are the call's own argument objects. Pickled together with the call, each object is sent once.
     """
     parameters: dict[str, dict[str, Any]] = {}
     for name in ("task_run_context", "flow_run_context"):
@@ -154,16 +144,17 @@ def without_parameters(
 
 
 def logs_need_prefect(task: Task[..., Any]) -> bool:
-    """Return whether what a task's body logs or prints needs Prefect from the body's first line.
+    """Return whether the child process must import Prefect before the body, for the body's logs and prints.
 
-    Without Prefect a child has the levels of Prefect's default configuration. For the thread that submits the task.
+    Without Prefect a child uses the levels of Prefect's default configuration. Call it on the thread that submits the
+    task.
     """
     logs = get_current_settings().logging
     return (
         should_log_prints(task)
         or bool(logs.extra_loggers)
         or logs.config_path.exists()
-        # Prefect reads levels, handlers and `propagate` of loggers from these.
+        # Prefect reads levels, handlers and `propagate` of loggers from these variables.
         or any(
             name.startswith(("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_"))
             for name in os.environ
@@ -172,31 +163,24 @@ def logs_need_prefect(task: Task[..., Any]) -> bool:
 
 
 def prefect_log_level() -> str:
-    """Return the level of Prefect's loggers, as the settings of this thread have it."""
+    """Return the level of Prefect's loggers in the settings of this thread."""
     return get_current_settings().logging.level
 
 
 class _AsTheyAre(SettingsContext):
-    """Settings that are pickled as they are.
-
-    To serialise them took 14 ms of CPU for each task, and to validate them in the child 25 ms; to
-    pickle and unpickle them takes 0.2 ms (measured, Prefect 3.8.8).
-    """
+    """Settings that are pickled: 0.2 ms. Serialising took 14 ms of CPU, validation in the child 25 (Prefect 3.8.8)."""
 
     @classmethod
     def of_thread(cls, url: str) -> _AsTheyAre:
-        """Return this thread's settings, to be entered while its run is serialised.
-
-        Args:
-            url: Of the parent's server: without it each child would start its own.
-        """
+        """Return this thread's settings with the API's address: without it each child would start a server."""
         current = SettingsContext.get()
         assert current is not None, "Prefect always has settings"
         settings = current.settings
         if settings.api.url != url:
             api = settings.api.model_copy(update={"url": url})
             settings = settings.model_copy(update={"api": api})
-        # Prefect's validation changes the settings that all threads share for a moment, and fails if two do so.
+        # Prefect's validation changes settings that all threads share for a moment, and fails if two threads validate
+        # at once.
         return cls.model_construct(profile=current.profile, settings=settings)
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""The warning of GPU tasks that run without the task runner: in Prefect's own engine.
+"""Warn of GPU tasks that run in Prefect's own engine, without the task runner.
 
-No task runner sees a direct call, and none sees a background task under Prefect's own `serve`. Both begin in a method of
-Prefect's engine, which is replaced here. It is the only attribute of Prefect that this package replaces.
+No task runner sees a direct call or a background task under Prefect's own `serve`. Both go through a method of
+Prefect's engine, which is wrapped here: the only attribute of Prefect that this package replaces.
 
-`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so it imports neither the runner nor
-devices. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
+`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so this module imports
+neither `runner` nor `devices`. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from prefect_gpu.errors import ProtocolError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.policy import is_gpu_tag
 
-#: Prefect's own engines. GPU tasks of a task runner have another one.
+#: Prefect's own engines. A task runner runs GPU tasks in a subclass.
 _PREFECTS = (SyncTaskRunEngine, AsyncTaskRunEngine)
 
-#: Names of GPU tasks that were warned of, each with the flow run around the call; `None`: there was none.
+#: GPU tasks that were warned of, by flow run and task name; the flow run is `None` outside a flow.
 _warned: dict[tuple[UUID | None, str], object] = {}
 
 
 def _is_first(flow_run_id: UUID | None, task_name: str) -> bool:
     mine = object()
-    # One step, as threads may call a task at the same time.
+    # `setdefault` is atomic: several threads may call a task at the same time.
     return _warned.setdefault((flow_run_id, task_name), mine) is mine
 
 
 def is_first_warning(task_name: str) -> bool:
-    """Return whether no call of a GPU task without the task runner was warned of before, in this thread's flow run.
+    """Return whether this flow run has not been warned yet of a direct call of the GPU task `task_name`.
 
-    The process of a GPU task asks the flow's process, as several processes may call the same task.
+    The process of a GPU task asks the flow's process, because several processes may call the same task.
     """
     first, channel = _is_first(flow_of(FlowRunContext.get())[1], task_name), current_channel()
     if first and channel is not None:
@@ -72,7 +72,7 @@ def _warn_of_direct_call(log: Any, task_name: str, has_runner: bool) -> None:
 
 
 def _warn_of_serve(task_name: str) -> None:
-    # In the process of a GPU task there is a device.
+    # Inside the process of a GPU task the body has a device.
     if current_allocation() is not None or not _is_first(None, task_name):
         return
     get_logger("task_worker").warning(
@@ -83,7 +83,7 @@ def _warn_of_serve(task_name: str) -> None:
 
 
 def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return the method of Prefect's engine that runs right before a task begins, with the warning after it."""
+    """Wrap the method that Prefect's engine calls right before a task begins, and warn after it."""
 
     @functools.wraps(wait_for_dependencies)
     def wait(engine: Any) -> None:
@@ -91,20 +91,20 @@ def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None
         if type(engine) not in _PREFECTS:
             return
         task, task_run, context = engine.task, engine.task_run, FlowRunContext.get()
-        # A background task was not called in its flow.
+        # A background task is not called inside its flow.
         if task_run.state.state_details.deferred:
             if any(map(is_gpu_tag, {*task.tags, *task_run.tags})):
                 _warn_of_serve(task.name)
         elif context is not None and any(map(is_gpu_tag, {*task.tags, *context_tags()})):
             if is_first_warning(task.name):
-                # Only a `GPUTaskRunner` has it.
+                # Only `GPUTaskRunner` has this method.
                 has_runner = hasattr(context.task_runner, "submit_background")
                 _warn_of_direct_call(engine.logger, task.name, has_runner)
 
     return wait
 
 
-# In a version of Prefect without this name nothing warns.
+# Versions of Prefect without this method give no warning.
 if hasattr(BaseTaskRunEngine, "_wait_for_dependencies"):
     _method: Any = _warns(BaseTaskRunEngine._wait_for_dependencies)
     BaseTaskRunEngine._wait_for_dependencies = _method  # type: ignore[method-assign]

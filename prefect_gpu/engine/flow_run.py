@@ -1,7 +1,4 @@
-"""The flow run around submitted tasks: its tags, name, logs and events, and the API client of its runner.
-
-A task run is in `task_run`.
-"""
+"""The flow run around submitted tasks: tags, name, logs, events, and the runner's API client. Task runs: `task_run`."""
 
 from __future__ import annotations
 
@@ -32,16 +29,16 @@ def context_tags() -> set[str]:
 
 
 def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
-    """Return whether a flow's function succeeded, or there is no flow to ask.
+    """Return whether a flow's function succeeded, or there is no flow run.
 
-    The engine passes only those exceptions to a task runner that end the flow *engine*. An ordinary
-    exception of the flow shows in the state that the engine sets before the runner exits: `Failed`,
-    or, where the flow is retried, `AwaitingRetry` or already `Running` again.
+    Prefect passes to a task runner only exceptions that end the flow *engine*. After an ordinary exception, the engine
+    sets the flow run's state before the runner exits: `Failed`, or for a retried flow `AwaitingRetry` or already
+    `Running` again.
 
     Args:
-        context: Of the flow run that the runner's tasks were submitted in.
-        runner: The runner that ends. One that is not the flow's own (entered by hand, or in a
-            child's copy of the context) ends while its flow continues.
+        context: The flow run in which the runner's tasks were submitted.
+        runner: The runner that ends. A runner other than the flow's own (entered by hand, or in a child's copy of the
+            context) ends while its flow continues.
     """
     if context is None or context.flow_run is None or context.flow_run.state is None:
         return True
@@ -51,7 +48,7 @@ def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
 
 
 def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
-    """Return the name of a flow, as reports show it, and the id of its run; "no-flow" and `None` outside one."""
+    """Return the name of a flow as reports show it, and the id of its run; outside a flow "no-flow" and `None`."""
     if context is None or context.flow_run is None:
         return "no-flow", None
     name = context.flow.name if context.flow is not None else context.flow_run.name
@@ -59,7 +56,7 @@ def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
 
 
 def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.INFO) -> None:
-    """Log on a flow run, of which the context may have ended; outside one, on Prefect's console alone."""
+    """Log on a flow run, whose context may have ended; without a flow run, on Prefect's console alone."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).log(level, text)
     else:
@@ -67,19 +64,14 @@ def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.
 
 
 def artifact_url(artifact_id: UUID) -> str | None:
-    """Return the address of an artifact's page; `None`: no address of a UI is known."""
-    # `url_for` knows no artifacts (Prefect 3.8.8).
+    """Return the address of an artifact's page; `None`: Prefect has no address of a UI."""
+    # `url_for` does not support artifacts (Prefect 3.8.8).
     base = get_current_settings().ui_url
     return f"{base.rstrip('/')}/artifacts/artifact/{artifact_id}" if base else None
 
 
 def emit_device_event(event: GPUEvent, around: Context) -> None:
-    """Emit an event about a device.
-
-    Args:
-        event: Its first device is the resource.
-        around: The context of the flow run, from which Prefect reads the related resources.
-    """
+    """Emit an event about its first device, in the flow run's context `around`, which has the related resources."""
     around.copy().run(
         emit_event,
         event.name,
@@ -91,33 +83,33 @@ def emit_device_event(event: GPUEvent, around: Context) -> None:
 class SharedClient:
     """One synchronous API client for all engine threads of a runner.
 
-    In an async flow each task would otherwise set up its own client, which takes 58 to 64 ms of CPU;
-    a shared one takes 2.6 ms (measured, Prefect 3.8.8).
+    In an async flow each task would set up its own client: 58 to 64 ms of CPU, against 2.6 ms for a shared one
+    (Prefect 3.8.8).
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._context: SyncClientContext | None = None
-        #: Context of its own client; `None`: it has none.
+        #: Context that entered a client of this object; `None`: the client is the flow's, or none is open.
         self._own: Context | None = None
         self._closed = False
 
     def open(self) -> SyncClientContext:
-        """Return the client's context: the flow's, or one that is opened now, in the caller's flow.
+        """Return the client's context: the flow's, or else a new one in a copy of the caller's context.
 
         Raises:
-            RuntimeError: It was closed.
+            RuntimeError: The client was closed.
         """
         with self._lock:
             if self._closed:
                 raise RuntimeError("the task runner has ended; it takes no more tasks")
             if self._context is None and TaskRunContext.get() is None:
-                # That of a task is entered again, below: otherwise it would be closed at the end of the task.
+                # A task's client would be closed at the end of that task: it is entered again below.
                 self._context = SyncClientContext.get()
             if self._context is None:
-                # In a copy of the caller's context, which must not change. The engine enters it again,
-                # which then neither opens nor closes the client. It is not entered itself here: that asks
-                # the API for its version, and an API that is away must fail tasks, not their `submit`.
+                # A copy, since the caller's context must not change. The count of 1 keeps the engine, which enters
+                # this context again, from opening or closing the client. `SyncClientContext` itself is not entered:
+                # that asks the API for its version, and an API that is away must fail tasks, not their `submit`.
                 self._own, context = copy_context(), SyncClientContext()
                 self._own.run(context.client.__enter__)
                 context._context_stack = 1
@@ -126,7 +118,7 @@ class SharedClient:
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[SyncPrefectClient]:
-        """Lend the client for a `with` block; it stays open after it."""
+        """Yield the client; it stays open after the `with` block."""
         yield self.open().client
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Which tags have a concurrency limit, so that Prefect's engine asks for the slots of limited tags alone.
+"""Find out which tags have a concurrency limit, so that Prefect's engine requests slots of limited tags alone.
 
-Before it calls a body, Prefect's engine asks the API for a slot of each of the task's tags, and remembers for 5 s that a set of tags
-has no limit. To ask is a write, and a server on SQLite that is busy with a thousand task runs refused it for more than the 62 s
-for which Prefect's client tries again (Prefect 3.8.8): the task run crashed. Whether any tag is limited is a question that only
-reads. Its answer is put into Prefect's memory.
+Before each body, Prefect's engine requests a slot of each tag, and caches for 5 s that a set of tags has no limit. A
+request is a write: a server on SQLite that was busy with a thousand task runs refused it for more than the 62 s for
+which Prefect's client tries again, and the task run crashed (Prefect 3.8.8). Reading the limits is no write. The
+answer is put into Prefect's cache.
 
-The limits themselves are enforced by Prefect's server: a task that has one asks as ever.
+Prefect's server still enforces the limits: a task with a limited tag requests its slot as usual.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from prefect.concurrency import services
 
 from prefect_gpu.clock import Clock, RealClock
 
-#: Seconds for which an answer of the API holds. A limit that is made later is respected after that, and after the 5 s of Prefect.
+#: Seconds for which an answer of the API is used. A new limit takes effect after these and Prefect's own 5 s.
 KNOWN_S = 10.0
 
-#: Limits that are read at a time; the API returns no more.
+#: Limits in one call; the API returns no more.
 _PAGE = 200
 
 
 class TagLimits:
-    """Knows which names have a concurrency limit. For all engine threads of a runner.
+    """The names that have a concurrency limit. Safe to use from several threads.
 
     Args:
         lend: Returns an API client for use in a `with` block.
-        clock: Time.
+        clock: Real time by default.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class TagLimits:
     ) -> None:
         self._lend = lend
         self._clock: Clock = clock or RealClock()
-        #: Held while the API is asked, so that many threads ask once.
+        #: Held during the call of the API, so that many threads make one call.
         self._lock = threading.Lock()
         self._limited: frozenset[str] = frozenset()
         self._until_s = 0.0
 
     def note_unlimited(self, tags: Iterable[str]) -> None:
-        """Put into Prefect's memory that a task run's tags have no limit, if so; not where the API does not answer."""
+        """Tell Prefect's cache if none of a task run's tags has a limit; without an answer of the API do nothing."""
         names = frozenset(f"tag:{tag}" for tag in tags)
         with self._lock:
             if self._clock.now() >= self._until_s:

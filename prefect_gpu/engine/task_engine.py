@@ -1,7 +1,7 @@
-"""Prefect's engine as subclasses: what differs for the task runs of a task runner, and how one is run to its end.
+"""Subclasses of Prefect's engine for the task runs of a task runner, and the call that runs one to its final state.
 
-`GPUTaskRunEngine` runs GPU tasks, `RunnerTaskRunEngine` the synchronous tasks without a `gpu` tag that the runner runs in threads.
-It calls a copy of the task, from `with_body`. No attribute of Prefect's classes is replaced. What is shown of errors is in `tracebacks`.
+`GPUTaskRunEngine` runs a copy of a GPU task, made by `with_body`. `RunnerTaskRunEngine` runs synchronous tasks without
+a `gpu` tag in the runner's threads. No attribute of Prefect's classes is replaced. Tracebacks are in `tracebacks`.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from prefect_gpu.errors import (
     ResultError,
 )
 
-#: Characters of an error's text that a log line, or the message of a state, repeats.
+#: Characters of an error's text in a log line or in the message of a state.
 LONGEST_LINE = 160
 
-#: Arguments of `run_task_sync` that the engine is made with.
+#: Arguments of `run_task_sync` that Prefect's engine takes in its constructor.
 _OF_ENGINE = ("parameters", "task_run", "wait_for", "context")
 
 
 class CancelledByRunner(BaseException):
-    """Ends Prefect's engine for one task run, since its flow has ended.
+    """Ends Prefect's engine for one task run, because its flow has ended.
 
     Args:
         message: Of the final state.
-        crashed: Whether the flow run crashes, and so does the task run; else it is cancelled.
+        crashed: The final state is `Crashed`, as the flow run's; otherwise `Cancelled`.
     """
 
     def __init__(
@@ -66,13 +66,9 @@ class CancelledByRunner(BaseException):
 
 
 def ended_by(error: BaseException | None) -> CancelledByRunner:
-    """Return how a flow's tasks end.
-
-    Args:
-        error: What ended the flow's engine; `None`: its function failed.
-    """
+    """Return how a flow's tasks end after the flow's engine was ended by `error`; `None`: its function failed."""
     if isinstance(error, TerminationSignal):
-        # A worker or `serve` says it before it sends the signal (Prefect 3.8.8).
+        # A worker or `serve` sets the intent before it sends the signal (Prefect 3.8.8).
         if getattr(flow_engine, "_termination_intent", lambda: "")() == "cancel":
             return CancelledByRunner("the flow run was cancelled")
         return CancelledByRunner("Execution was aborted by a termination signal.", crashed=True)
@@ -85,14 +81,14 @@ def ended_by(error: BaseException | None) -> CancelledByRunner:
     return CancelledByRunner()
 
 
-#: How a line begins that this package adds to an error.
+#: Prefix of the notes that this package adds to errors.
 NOTE = "prefect_gpu: "
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line to what is shown of an error that ends a task run out of memory, and to the task run's state.
+    """Add a note to an error of a task run out of memory. The note is shown in the task run's state, too.
 
-    Python 3.10 keeps the line without showing it in a traceback.
+    Python 3.10 does not show notes in a traceback.
     """
     if sys.version_info >= (3, 11):
         error.add_note(NOTE + text)
@@ -117,42 +113,42 @@ class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
         self._pause = pause
 
     def wait_until_ready(self) -> None:
-        """Wait until the next retry, or the end of the runner: nothing could end the sleep of Prefect's engine."""
+        """Wait until the next retry or the end of the runner, which could not interrupt Prefect's own sleep."""
         retry_at = self.state.state_details.scheduled_time
         if retry_at is not None:
             self._pause(retry_at.timestamp() - time.time())
         super().wait_until_ready()
 
     def handle_crash(self, exc: BaseException) -> None:
-        """Set the final state. What the runner ends is no crash, and has no error line."""
+        """Set the final state. For a task run that the runner ended it is no crash, and no error is logged."""
         if not isinstance(exc, CancelledByRunner):
             super().handle_crash(exc)
             return
-        # As Prefect's engine does. A state that the body returns would be stored as its result.
+        # As in Prefect's engine, but a state that the body returned would be stored as its result.
         self.set_state(exc.state(), force=True)
         self._raised = exc
         self._telemetry.record_exception(exc)
         self._telemetry.end_span_on_failure(str(exc))
 
     def log_finished_message(self) -> None:
-        """Log the final state; as an error, unless the runner has ended the task run."""
+        """Log the final state: as information if the runner ended the task run, otherwise as Prefect does."""
         if isinstance(self._raised, CancelledByRunner):
             self.logger.info(f"Finished in state {self.state}")
         else:
             super().log_finished_message()
 
 
-#: Errors after which a retry could only fail the same way: the author or the machine must change.
+#: Errors that a retry cannot cure: the author or the machine must change.
 _HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
 
 
 def is_hopeless(error: object) -> bool:
-    """Return whether a retry could only fail the same way."""
-    # An exception of the body may not come again, even if it could not be pickled; so may a lack of memory.
+    """Return whether a retry would fail with the same error."""
+    # An unpicklable exception of the body, or a lack of memory for pickling, may not occur again.
     own_error = isinstance(error, ResultError) and (
         error.what == "exception" or error.type_name == NO_ROOM
     )
-    # A device that was busy for as long as `gpu:wait` allows may be free the next time.
+    # A device that was busy for all of `gpu:wait` may be free the next time.
     may_pass = own_error or isinstance(error, PlacementTimeoutError)
     return isinstance(error, _HOPELESS) and not may_pass
 
@@ -160,11 +156,8 @@ def is_hopeless(error: object) -> bool:
 class GPUTaskRunEngine(RunnerTaskRunEngine):
     """Prefect's engine for one GPU task.
 
-    Args:
-        pause: See `RunnerTaskRunEngine`.
-        limits: Which tags have a concurrency limit.
-        task: From `with_body`.
-        arguments: See `RunnerTaskRunEngine`.
+    `limits` knows which tags have a concurrency limit, `task` is from `with_body`. For the others see
+    `RunnerTaskRunEngine`.
     """
 
     def __init__(
@@ -179,25 +172,25 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
 
     def _wait_for_dependencies(self) -> None:
         super()._wait_for_dependencies()  # type: ignore[no-untyped-call]
-        # Prefect's engine asks for slots next.
+        # Prefect's engine requests concurrency slots next.
         assert self.task_run is not None, "the engine was started"
         self._limits.note_unlimited(self.task_run.tags)
 
     def can_retry(self, exc_or_state: Exception | State[Any]) -> bool:
-        """Return whether the task's `retry_condition_fn` allows a retry that may end in another way."""
+        """Return whether the task's `retry_condition_fn` allows a retry and the retry may succeed."""
         error = exc_or_state.data if isinstance(exc_or_state, State) else exc_or_state
         return not is_hopeless(error) and super().can_retry(exc_or_state)
 
     def handle_exception(self, exc: Exception) -> None:
-        """Retry, or set the final state: `Failed`, or `Crashed` where the task's process has died."""
+        """Retry, or set the final state: `Failed`, or `Crashed` if the task's process died."""
         if not isinstance(exc, ChildDiedError):
             super().handle_exception(exc)
         elif self.retries >= self.task.retries or not self.handle_retry(exc):
             self.handle_crash(exc)
 
     def set_state(self, state: State[Any], force: bool = False) -> State[Any]:
-        """Set a state. The message of one after an out-of-memory says what helps."""
-        # Prefect's message has the error's own text and not its notes.
+        """Set a state. After an out-of-memory its message has the note with advice."""
+        # Prefect's message has the error's text without its notes.
         data = state.data
         error = data if isinstance(data, Exception) else getattr(data, "result", None)
         for note in getattr(error, "__notes__", ()) if state.is_failed() else ():
@@ -213,13 +206,13 @@ def with_body(
     body: Callable[..., Any],
     submitted_at: CallingLine | None = None,
 ) -> Task[..., Any]:
-    """Return a copy of a task whose body is replaced, for Prefect's engine to run in a thread.
+    """Return a copy of a task with another body, for Prefect's engine to run in a thread.
 
     Args:
         task: The user's task; it is not changed.
-        body: Called in place of `task.fn`, with its arguments, synchronously.
-        submitted_at: The line of the user's that submitted the task. It is shown with errors of this package, which
-            have no other line of the user's.
+        body: Called synchronously in place of `task.fn`, with the same arguments.
+        submitted_at: The user's line that submitted the task: shown with errors of this package, whose traceback has
+            no other line of the user's.
     """
     shadow = copy.copy(task)
 
@@ -231,34 +224,28 @@ def with_body(
             if not speaks_for_itself(error):
                 raise
             told = error
-        # The frames of this package would stand between the user's, which are its cause, and Prefect's.
+        # Without the frames of this package, which would appear between the user's frames and Prefect's.
         try:
             line = submitted_at if isinstance(told, PrefectGPUError) else None
             raise told.with_traceback(None if line is None else line.traceback())
         finally:
-            # It holds this frame.
+            # `told` refers to this frame.
             del told
 
     shadow.fn = call_body
     shadow.isasync = False
     shadow.isgenerator = False
-    # The time is counted from the body's first line in the child, whose process is killed.
+    # The timeout counts from the body's first line in the child, which is killed when it is over.
     shadow.timeout_seconds = None
     return shadow
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:
-    """Run a task run to its final state, as Prefect's `run_task_sync` does.
+    """Run a task run to its final state on an engine that was not started; `arguments` are those of `run_task_sync`.
 
-    Prefect's also asks after the body whether the flow run is to be suspended. Here a task run that has completed keeps its
-    value, and the flow is suspended at its next call of Prefect.
-
-    Args:
-        engine: Was not started.
-        arguments: Of `run_task_sync`.
-
-    Raises:
-        BaseException: The task run has crashed, or the engine failed before the body.
+    Prefect's function checks after the body whether the flow run is to be suspended. Here a completed task run keeps
+    its value, and the flow is suspended at its next call of Prefect. A crash of the task run, or a failure of the
+    engine before the body, is raised.
     """
     with engine.start(
         task_run_id=arguments.get("task_run_id"), dependencies=arguments.get("dependencies")
@@ -281,17 +268,10 @@ def run_engine(
     arguments: Mapping[str, Any],
     pause: Callable[[float], object],
 ) -> State[Any]:
-    """Run a GPU task to its end, in this thread and its context.
+    """Run a GPU task to its end, in this thread and its context; return the final state, crashes included.
 
-    Args:
-        client: For the engine.
-        limits: See `GPUTaskRunEngine`.
-        task: From `with_body`.
-        arguments: Of Prefect's `run_task_sync`: the parameters, the task run or the id of a new one.
-        pause: See `RunnerTaskRunEngine`.
-
-    Returns:
-        The final state, crashes included.
+    The engine uses the API client of `client`. `limits`, `task`, `arguments` and `pause` are those of
+    `GPUTaskRunEngine`.
     """
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
@@ -299,8 +279,8 @@ def run_engine(
     try:
         return run_task(engine, arguments)
     except BaseException as error:  # noqa: BLE001 - the thread's last frame
-        # An exception in the future would be raised by its `wait`, which Prefect's own futures never
-        # do. The end of the runner, or an error of the engine itself, crashes this task run alone.
+        # Prefect's own futures never raise in `wait`, but an exception set on this future would. So an error of the
+        # engine, or the end of the runner, crashes this task run alone.
         ended = None if engine.task_run is None else engine.task_run.state
         if ended is None or not ended.is_final():
             ended = (
@@ -316,12 +296,12 @@ def run_engine(
 
 
 def failed_state(task_name: str, error: Exception) -> State[Any]:
-    """Return the state of a task for which no engine could be started, and log it for the flow."""
+    """Log that no engine could be started for a task, and return its state."""
     with contextlib.suppress(MissingContextError):
         get_run_logger().error("Task %r could not be started: %s", task_name, error)
     return Failed(message=f"Task could not be started: {error}", data=error)
 
 
 def new_task_run_id() -> UUID:
-    """Return an id for a new task run: ordered by time, as Prefect's own runners make them."""
+    """Return an id for a new task run, ordered by time as in Prefect's own runners."""
     return uuid7()

@@ -1,4 +1,4 @@
-"""The task run that an engine's thread runs: its log, its events, and the states of its wait for a device.
+"""The task run on an engine's thread: its log, its events, and its states while it waits for a device.
 
 Its context for a child is in `child_context`, the engine in `task_engine`.
 """
@@ -27,14 +27,14 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import MIB, format_bytes
 
-#: Name of the state of a task that waits for a device.
+#: Name of the state of a task run that waits for a device.
 AWAITING = "AwaitingGPU"
 
-#: The state of a task run that has waited, from its placement to the first line of its body.
+#: Name of the state of a task run that has waited, from its placement to the body's first line.
 STARTING = "Starting"
 
 
-#: Bytes of arguments from which the time of Prefect's hash is worth a line: 0.75 s for as many, on two cores (Prefect 3.8.8).
+#: Bytes of arguments from which Prefect's hash of them is logged: it takes 0.75 s, on two cores (Prefect 3.8.8).
 LARGE_ARGUMENTS_BYTES = 256 * MIB
 
 #: Names of GPU tasks whose large arguments were logged.
@@ -49,10 +49,10 @@ def hashes_inputs(task: Task[..., Any]) -> bool:
 
 
 class EngineRun:
-    """The task run that this thread's engine runs. For use on that thread.
+    """The task run of this thread's engine. For that thread, unless a method says otherwise.
 
     Args:
-        task: The user's own task. The engine runs the copy that `with_body` made.
+        task: The user's own task. The engine runs the copy made by `with_body`.
 
     Raises:
         RuntimeError: This thread runs no task.
@@ -68,26 +68,26 @@ class EngineRun:
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
         self._around = _around_events(context)
-        #: Topics of the reasons to wait that were logged since the last placement.
+        #: Topics of the waiting reasons logged since the last placement.
         self._told: set[object] = set()
-        #: Why it waits; `None`: it does not wait, or not for long.
+        #: Why the task run waits; `None`: it does not wait, or has not waited long.
         self.awaits: Reason | None = None
         flow_run = FlowRunContext.get()
         flow = None if flow_run is None else flow_run.flow
-        #: Name of the flow that the task was submitted in, the innermost of nested ones; `None`: in none.
+        #: Name of the innermost flow in which the task was submitted; `None`: no flow.
         self.flow_name: str | None = None if flow is None else clean_name(flow.name)
 
     def end(self) -> None:
-        """Forget the run's value and arguments; logs and events may still come, in any time."""
+        """Forget the run's value and arguments. Later logs and events of the run are still sent."""
         self.task_run = _without_value(self.task_run)
         self._context = TaskRunContext.model_construct(task_run=self.task_run)
 
     def say(self, text: str) -> None:
-        """Log what happens, on the task run. From any thread."""
+        """Log an information line on the task run. From any thread."""
         self._logger.info(text)
 
     def advise_no_cache(self, size_bytes: int) -> None:
-        """Log once for each task that Prefect hashes its arguments, where these are large."""
+        """Log once per task that Prefect hashes its arguments, if they are large."""
         name = self._task.name
         if size_bytes < LARGE_ARGUMENTS_BYTES or name in _large_arguments:
             return
@@ -99,7 +99,7 @@ class EngineRun:
             )
 
     def say_ended(self, text: str) -> None:
-        """Log how a process has ended, with the address of the page that has its report. From any thread."""
+        """Log how a process ended, with the address of the task run's page. From any thread."""
         # A context is entered by one thread at a time.
         url = self._around.copy().run(url_for, "task-run", self.task_run.id)
         self.say(f"{text}; {url}" if url else text)
@@ -109,7 +109,7 @@ class EngineRun:
         self._logger.warning(text)
 
     def note(self, text: str) -> None:
-        """Add a warning to the log of the task run in the API alone: the terminal shows its text already."""
+        """Add a warning to the task run's log in the API alone: the terminal already shows its text."""
         run = self.task_run
         record = {
             "name": self._logger.name,
@@ -123,11 +123,11 @@ class EngineRun:
             APILogHandler().handle(logging.makeLogRecord(record))
 
     def emit(self, event: GPUEvent) -> None:
-        """Emit an event about the task run. From any thread; without waiting for the API."""
+        """Emit an event about the task run. From any thread; does not wait for the API."""
         run = self.task_run
         related = [
             *({**device_resource(d), "prefect.resource.role": DEVICE_ROLE} for d in event.devices),
-            # As in Prefect's own events of a task run; the flow run, its flow and its tags are added by Prefect.
+            # As in Prefect's own events of a task run. Prefect adds the flow run, its flow and its tags.
             *(
                 {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
                 for tag in sorted(run.tags)
@@ -144,7 +144,7 @@ class EngineRun:
         )
 
     def show_awaiting(self, reason: Reason) -> None:
-        """Show the task run as waiting for a device, and why; log it where the topic of the reason is new."""
+        """Show the task run as waiting for a reason; log the reason if its topic is new."""
         self.awaits = reason
         text = f"Waiting for {sentence(reason)}"
         if reason.topic not in self._told:
@@ -153,7 +153,7 @@ class EngineRun:
         self._show(Pending(name=AWAITING, message=text))
 
     def show_placed(self, text: str) -> None:
-        """Log that the task run has a device; show it as starting, if it was shown as waiting."""
+        """Log the placement of the task run, and show it as starting if it was shown as waiting."""
         self._told.clear()
         self.awaits = None
         self.say(text)
@@ -166,7 +166,7 @@ class EngineRun:
             self._show(Running())
 
     def _show(self, state: State[Any]) -> None:
-        # Not through the engine's `set_state`: it would count another run.
+        # The engine's `set_state` would count another run.
         task_run = self.task_run
         before = task_run.state
         state.state_details.task_run_id = task_run.id
@@ -184,49 +184,42 @@ class EngineRun:
     # Its child.
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
-        """Serialise the task run's context for a child.
-
-        Returns:
-            The context, and whether the body's prints go to the run's log.
-        """
+        """Serialise the task run's context for a child; also return whether the body's prints go to the run's log."""
         context = child_context.context_for_child(self._context, self._task)
         return context, self._context.log_prints
 
     def environment_for_child(self) -> dict[str, str | None]:
-        """Return the variables with which Prefect in a child speaks to the parent's server."""
-        # No setting has the address of an ephemeral server.
+        """Return the environment variables that give a child the address of the parent's server."""
+        # The address of an ephemeral server is in no setting.
         return {"PREFECT_API_URL": str(self._context.client.api_url)}
 
     @staticmethod
     def forward_log(log: dict[str, Any]) -> None:
-        """Send on a record that a child logged for its run."""
+        """Send a log record from a child to Prefect."""
         emit_api_log(log)
 
     @staticmethod
     def forward_event(event: str) -> None:
-        """Send on an event that a child emitted."""
+        """Send an event from a child to Prefect."""
         worker = EventsWorker.instance()
         context = copy_context()
-        # The child has attached related resources. This thread may be in another run by now.
+        # The child has attached related resources, and this thread may be in another run by now.
         for variable in (FlowRunContext.__var__, TaskRunContext.__var__):
             context.run(cast(ContextVar[Any], variable).set, None)
         context.run(worker.send, Event.model_validate_json(event))
 
 
 def _around_events(context: TaskRunContext) -> Context:
-    """Return a context from which Prefect reads the related resources of an event, without the run's value and arguments.
-
-    Prefect keeps a copy of it until the event is sent.
-    """
+    """Return a context for emitting events, which Prefect keeps until they are sent, without value and arguments."""
     around = copy_context()
     run = TaskRunContext.model_construct(task_run=_without_value(context.task_run))
     around.run(cast(ContextVar[Any], TaskRunContext.__var__).set, run)
     flow = FlowRunContext.get()
     if flow is not None:
-        # It has the results of the flow's task runs.
+        # The original holds the results of the flow's task runs.
         flow = FlowRunContext.model_construct(flow_run=flow.flow_run)
         around.run(cast(ContextVar[Any], FlowRunContext.__var__).set, flow)
-    # It has the engine, which has the value.
+    # The transaction holds the engine, which holds the value.
     around.run(cast(ContextVar[Any], Transaction.__var__).set, None)
     return around
 

@@ -1,6 +1,6 @@
-"""Which lines an error of a GPU task shows: the user's, in the flow and in the child, and none of this package.
+"""Tracebacks of a GPU task's errors: the user's lines in the flow and in the child, without lines of this package.
 
-The traceback that a child sends is text. Where an error has no line of the user's, the line that submitted the task is shown.
+The traceback from a child is text. An error without a line of the user's shows the line that submitted the task.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from types import FrameType, TracebackType
 
 from prefect_gpu.errors import PrefectGPUError, ProtocolError
 
-#: Packages whose frames are between a line that submits a task and the task runner.
+#: Packages whose frames lie between the user's `submit` and the task runner.
 _NOT_USERS = ("prefect", "prefect_gpu")
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
-    """The traceback that an exception had in the child, as text."""
+    """The traceback of an exception in the child, as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
 
 
 def attach_traceback(error: BaseException, text: str) -> None:
-    """Make a traceback in the child, as text, the first cause of an exception: it may have causes of its own."""
+    """Attach a child's traceback, as text, as the first cause of an exception, which may have causes of its own."""
     seen: set[int] = set()
     while (before := _shown_before(error)) is not None and id(before) not in seen:
         seen.add(id(error))
@@ -36,14 +36,14 @@ def attach_traceback(error: BaseException, text: str) -> None:
 
 
 def _shown_before(error: BaseException) -> BaseException | None:
-    """Return the exception that a traceback shows above another one: none for `raise ... from None`."""
+    """Return the exception that a traceback shows above another; `None`: there is none, or `raise ... from None`."""
     if error.__cause__ is not None or error.__suppress_context__:
         return error.__cause__
     return error.__context__
 
 
 def has_traceback(error: BaseException | None) -> bool:
-    """Return whether `attach_traceback` was called with an exception."""
+    """Return whether `attach_traceback` was called with the exception."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, ChildTraceback):
@@ -54,37 +54,37 @@ def has_traceback(error: BaseException | None) -> bool:
 
 
 def speaks_for_itself(error: Exception) -> bool:
-    """Return whether an error is not explained by where in this package it was raised."""
+    """Return whether an error needs no frames of this package: it is the package's own, but no `ProtocolError`."""
     if isinstance(error, ProtocolError):
-        # A fault of this package.
+        # A defect of this package: the frames help.
         return False
     return isinstance(error, PrefectGPUError) or has_traceback(error)
 
 
 @dataclass(frozen=True, slots=True)
 class CallingLine:
-    """A line of the user's. It keeps nothing of the call: a frame would keep all that is in its variables."""
+    """A line of the user's code. It holds no frame, which would keep all local variables alive."""
 
     file: str
     line: int
     function: str
-    #: Of the function.
+    #: First line of the function.
     first_line: int
     module: str
 
     def traceback(self) -> TracebackType:
-        """Return a traceback of this line alone, without what was in its variables."""
-        # A frame is only made by running code; this code says that it is from there.
+        """Return a traceback of this line alone, without its local variables."""
+        # Only running code makes a frame; this code object claims to be that line.
         code = compile("here.append(frame())", self.file, "exec")
         code = code.replace(co_name=self.function, co_firstlineno=self.first_line)
         here: list[FrameType] = []
         exec(code, {"here": here, "frame": sys._getframe, "__name__": self.module})
-        # -1: it is not known where in the line.
+        # -1: the position inside the line is unknown.
         return TracebackType(None, here.pop(), -1, self.line)
 
 
 def calling_line() -> CallingLine | None:
-    """Return the innermost line that is neither of Prefect nor of this package; `None`: there is none."""
+    """Return the innermost line outside Prefect and this package; `None`: there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""What is shown of flows while they run, in a terminal and as words."""
+"""The display of running flows, in a terminal and as words."""

@@ -1,7 +1,7 @@
-"""How far a flow is while it runs: the values, the words of its progress artifact, and the lines of its live view.
+"""The progress of a running flow: values, the words of its progress artifact, and the lines of its live view. Pure.
 
-Pure: what a runner knows goes in, text comes out. `reports.publish` sends the words to Prefect's API, `view` draws the lines,
-and `prefect-gpu status` draws the devices in the same way (`table`).
+`reports.publish` sends the words to Prefect's API, `view` draws the lines, and `table` draws devices here and for
+`prefect-gpu status`.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Devices and waiting task runs that a view shows at most.
+#: Most devices and waiting task runs in a view.
 MOST_DEVICES = 8
 MOST_WAITING = 3
 
-#: Running task runs that a view shows at most, and that it shows in the smallest terminal.
+#: Most running task runs in a view, and the number shown even in the smallest terminal.
 MOST_RUNNING = 10
 LEAST_RUNNING = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """How many GPU task runs of a flow are where."""
+    """Numbers of a flow's GPU task runs by state."""
 
     #: Submitted so far.
     submitted: int = 0
-    #: They have a device.
+    #: Task runs that have a device.
     running: int = 0
-    #: They wait for one.
+    #: Task runs that wait for a device.
     waiting: int = 0
-    #: They have ended, by the name of their state.
+    #: Ended task runs by the name of their state.
     ended: Mapping[str, int] = field(default_factory=dict)
-    #: The flow has ended: no more are submitted.
+    #: The flow has ended: no more task runs are submitted.
     over: bool = False
 
     @property
     def ended_count(self) -> int:
-        """How many have ended."""
+        """Number of ended task runs."""
         return sum(self.ended.values())
 
     @property
     def percent(self) -> float:
-        """How many of a hundred have ended, rounded down: 100 are all."""
+        """Percentage of ended task runs, rounded down: only 100 means all."""
         return float(100 * self.ended_count // self.submitted) if self.submitted else 0.0
 
 
@@ -66,13 +66,13 @@ class RunningTask:
     devices: tuple[str, ...]
     #: Bytes on all its devices together.
     budget_bytes: int
-    #: Bytes that its devices last showed for it; `None`: nothing yet.
+    #: Bytes in the last reading of its devices; `None`: no reading yet.
     used_bytes: int | None
     #: Seconds since it got its devices.
     seconds: float
     #: Whether its body has begun.
     started: bool
-    #: Steps that have ended (`prefect_gpu.step`); 0: none.
+    #: Ended steps (`prefect_gpu.step`); 0: none.
     steps: int = 0
     #: Median seconds of a step; `None`: not known.
     step_s: float | None = None
@@ -82,10 +82,10 @@ class RunningTask:
 class WaitingTask:
     """One task run that waits for a device."""
 
-    #: Lower is first in the queue.
+    #: Place in the queue, lowest first.
     order: tuple[int, int]
     name: str
-    #: Seconds since it asked for one; `None`: it waits for another's probe.
+    #: Seconds since its request; `None`: it waits for another task run's probe.
     seconds: float | None
     #: `None`: not known yet.
     reason: Reason | None
@@ -93,13 +93,13 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class FlowProgress:
-    """What a view shows. Of several flows in one process it is the sum (`combine`)."""
+    """The content of a view: of one flow, or the sum of several flows of a process (`combine`)."""
 
     counts: RunCounts
     devices: Sequence[DeviceState] = ()
-    #: In the order of their placement.
+    #: In the order of placement.
     running: Sequence[RunningTask] = ()
-    #: The first of the queue, in its order.
+    #: The first ones in the queue, in order.
     waiting: Sequence[WaitingTask] = ()
 
 
@@ -144,12 +144,7 @@ def progress_words(counts: RunCounts) -> str:
 
 
 def view_lines(progress: FlowProgress, height: int) -> list[str]:
-    """Return the lines of a view.
-
-    Args:
-        progress: What it shows.
-        height: Lines that the terminal has. Fewer than 12 cut the view's end.
-    """
+    """Return the lines of a view for a terminal of `height` lines. Below 12 lines the end of the view is cut."""
     lines = [f"GPU task runs: {progress_words(progress.counts)}"]
     if progress.devices:
         shown = progress.devices[:MOST_DEVICES]
@@ -165,7 +160,7 @@ def view_lines(progress: FlowProgress, height: int) -> list[str]:
         after = table_lines([heads, *rows])
         after += _others(progress.counts.waiting - len(waiting), "waiting task run")
     if progress.running:
-        # A head and a line for the others.
+        # Two lines: the heads, and the count of other task runs.
         room = height - 1 - len(lines) - len(after) - 2
         running = progress.running[: max(LEAST_RUNNING, min(room, MOST_RUNNING))]
         heads = ("running", "device", "used", "budget", "for", "step")

@@ -1,4 +1,4 @@
-"""Plain tables for a terminal, and the one of devices, which `prefect-gpu status` and the live view of a flow share."""
+"""Plain text tables; `prefect-gpu status` and the live view of a flow share the table of devices."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from prefect_gpu.units import format_bytes
 #: A row of a table.
 Row: TypeAlias = tuple[str, ...]
 
-#: The heads above rows of `device_row`.
+#: Heads of the columns of `device_row`.
 DEVICE_HEADS: Row = ("index", "device", "total", "used", "reserved", "free", "busy", "")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """One device."""
+    """The shown facts of one device."""
 
     index: int
     uuid: str
     name: str
     total_bytes: int
-    #: In use by any process; `None`: the device does not answer.
+    #: Bytes in use by any process; `None`: the device does not answer.
     used_bytes: int | None
-    #: Reserved for our tasks, whether they have taken it or not.
+    #: Bytes reserved for this package's tasks, used or not.
     reserved_bytes: int
-    #: Free for a further task, at the headroom of the reader; `None`: the device does not answer.
+    #: Bytes free for a further task, with the reader's headroom; `None`: the device does not answer.
     free_bytes: int | None
-    #: Part of the time (0 to 1) in which it computed; `None`: not known.
+    #: Fraction of time in which the device computed; `None`: not known.
     busy_fraction: float | None
-    #: Why it cannot be used; empty: it can.
+    #: Why the device cannot be used; empty: it can.
     error: str
 
 
 def device_status(state: DeviceState) -> DeviceStatus:
-    """Return what is shown of a device."""
+    """Return the shown facts of a device."""
     snapshot, device = state.snapshot, state.device
     return DeviceStatus(
         index=device.index,
@@ -56,17 +56,12 @@ def device_status(state: DeviceState) -> DeviceStatus:
 
 
 def device_label(device: Device) -> str:
-    """Return what tags call a device: its index, and in a cluster its node before that."""
+    """Return a device's name in tags: its index, in a cluster after its node."""
     return device.label if device.in_cluster else str(device.index)
 
 
 def device_row(device: DeviceStatus, label: str = "") -> Row:
-    """Return the row of a device.
-
-    Args:
-        device: The device.
-        label: What stands for its index; empty: the index does.
-    """
+    """Return the row of a device; `label` replaces its index unless empty."""
     busy = "" if device.busy_fraction is None else f"{device.busy_fraction:.0%}"
     sizes = (device.total_bytes, device.used_bytes, device.reserved_bytes, device.free_bytes)
     return (
@@ -79,11 +74,7 @@ def device_row(device: DeviceStatus, label: str = "") -> Row:
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are two spaces apart.
-
-    Args:
-        rows: All of one length, the heads first.
-    """
+    """Return the lines of a table from rows of equal length, heads first, with two spaces between columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

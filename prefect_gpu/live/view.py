@@ -1,8 +1,8 @@
-"""The live view of a flow in a terminal: its last lines show devices, and what runs and waits.
+"""The live view of a flow: the last lines of a terminal show devices, and running and waiting task runs.
 
-All text that this process writes to the terminal stays whole above the view. `LowerLines` takes the place of the `write` of
-both streams, so it sees what `print`, loggers, Prefect's console and the output of children write. A progress bar or a
-live display of another program moves the cursor: the view ends as soon as there is one. What the view shows is drawn in `progress`.
+Other text of this process stays whole above the view. `LowerLines` replaces the `write` of both streams, so it sees
+the text of `print`, loggers, Prefect's console and children. A progress bar or live display of another program moves
+the cursor: the view then ends. `progress` makes the lines.
 """
 
 from __future__ import annotations
@@ -27,46 +27,44 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until the first drawing, and between two. A flow that is over before the first shows none.
+#: Seconds until the first drawing, and between drawings. A flow that ends before the first has no view.
 FIRST_S = 1.0
 REFRESH_S = 0.5
 
-#: What moves the cursor or erases text, but for the end of a line: another program draws. Colours do neither.
+#: Sequences that move the cursor or erase text, except line ends: another program draws. Colours do neither.
 DRAWING = re.compile(r"\r(?!\n)|\x08|\x1b(?:[78M]|\[[0-9;?]*[A-HJKSTfhlsu])")
 
-#: Colours, and characters that are not shown.
+#: Colours and invisible characters.
 UNSEEN = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f]")
 
 
 class LowerLines:
-    """The last lines of a terminal. Other text of this process goes above them. Safe to use from several threads.
+    """The last lines of a terminal, below other text of this process. Safe to use from several threads.
 
     Args:
         terminal: The stream that is drawn on.
-        streams: Those whose text goes above, `terminal` among them. All are of the same terminal.
+        streams: Streams of the same terminal whose text goes above the lines, `terminal` included.
     """
 
     def __init__(self, terminal: io.TextIOWrapper, streams: Sequence[io.TextIOWrapper]) -> None:
-        #: It is drawn on.
         self.terminal = terminal
         self._streams = streams
         self._lock = threading.RLock()
-        #: What is drawn now.
+        #: Lines on the terminal now.
         self._drawn: list[str] = []
-        #: Lines that have no end yet, by stream and thread.
+        #: Unfinished lines, by stream and thread.
         self._begun: dict[tuple[int, int], str] = {}
-        #: Columns of the terminal when it last had a size.
+        #: Last known width of the terminal, in columns.
         self._columns = 2
-        #: `False`: it draws no more, and text is written as without it.
+        #: `False`: nothing is drawn any more, and text is written as usual.
         self.open = True
         for stream in streams:
             stream.flush()
-            # Its own objects know the stream already, such as handlers of loggers: another stream in its place
-            # would not be seen by them.
+            # Objects such as handlers of loggers refer to this stream already, and would not see another in its place.
             stream.write = functools.partial(self._take, stream)  # type: ignore[method-assign]
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw other lines; those that are too long are cut, and those that are too many left out."""
+        """Draw these lines in place of the present ones. Long lines are cut, and lines without room left out."""
         with self._lock:
             if not self.open:
                 return
@@ -82,7 +80,7 @@ class LowerLines:
                 self._put(before + "\n".join(fitting))
 
     def close(self) -> None:
-        """Erase the lines, and let text be written as without them. Without effect the second time."""
+        """Erase the lines, and write text as usual from now on. Idempotent."""
         with self._lock:
             if not self.open:
                 return
@@ -93,7 +91,7 @@ class LowerLines:
                 self._put(text)
 
     def forget(self) -> None:
-        """Draw no more, and erase nothing. In a fork of the process, whose parent still draws."""
+        """Stop drawing without erasing, in a fork of the process: the parent still draws."""
         self.open = False
         self._lock = threading.RLock()
         self._drawn, self._begun = [], {}
@@ -102,7 +100,7 @@ class LowerLines:
                 del stream.write
 
     def _take(self, stream: io.TextIOWrapper, text: str) -> int:
-        """Write text above the lines: in place of the `write` of a stream."""
+        """Write text above the lines, in place of a stream's `write`."""
         with self._lock:
             if self.open and isinstance(text, str) and DRAWING.search(text):
                 self.close()
@@ -117,10 +115,10 @@ class LowerLines:
             return len(text)
 
     def _erase(self) -> str:
-        """Return what moves the cursor to where the lines begin, and erases them."""
+        """Return the sequence that moves the cursor to the first line and erases from there."""
         if not self._drawn:
             return ""
-        # A terminal that was made narrower has wrapped them.
+        # A terminal that became narrower has wrapped the lines.
         width = self._width()
         height = sum(max(1, -(-cell_len(line) // width)) for line in self._drawn)
         return "\r" + (f"\x1b[{height - 1}A" if height > 1 else "") + "\x1b[J"
@@ -136,7 +134,7 @@ class LowerLines:
         return self._columns
 
     def height(self) -> int:
-        """Return how many lines the terminal has."""
+        """Return the terminal's number of lines."""
         return os.get_terminal_size(self.terminal.fileno()).lines
 
 
@@ -145,12 +143,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
-    """Return the last lines of the terminal that two streams are of; `None`: nothing is to be drawn there.
-
-    Args:
-        stdout: The process's standard output. It may be elsewhere.
-        stderr: Its standard error, which is drawn on.
-    """
+    """Open the lines on the terminal of `stderr`, with `stdout` if that is the same; `None`: do not draw there."""
     if not _is_plain(stderr) or other_display():
         return None
     if os.environ.get("TERM", "") in ("", "dumb", "unknown") or not in_foreground(stderr):
@@ -160,7 +153,7 @@ def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
     streams = [stderr]
     if stdout is not None and stdout.isatty():
         if not _is_plain(stdout):
-            # A display of another program has replaced it.
+            # A display of another program has replaced the stream.
             return None
         if os.ttyname(stdout.fileno()) == os.ttyname(stderr.fileno()):
             streams.append(stdout)
@@ -168,42 +161,42 @@ def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
 
 
 def _is_plain(stream: Any) -> bool:
-    """Return whether a stream is a terminal that no other program has replaced."""
+    """Return whether a stream is a terminal whose `write` no other program has replaced."""
     if not isinstance(stream, io.TextIOWrapper) or "write" in vars(stream) or stream.closed:
         return False
     return stream.isatty() and stream.encoding.lower().startswith("utf")
 
 
 def _has_size(terminal: Any) -> bool:
-    """Return whether a terminal says how large it is: else nobody knows where its lines end, nor how to erase them."""
+    """Return whether a terminal reports its size, without which lines cannot be erased."""
     return all(os.get_terminal_size(terminal.fileno()))
 
 
 def in_foreground(stream: Any) -> bool:
-    """Return whether the terminal is this process's now; one in the background must not draw."""
+    """Return whether this process is in the foreground of the terminal: only then may it draw."""
     try:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except OSError:
-        # It is not the terminal that the process was started from.
+        # The process was not started from this terminal.
         return True
 
 
 def other_display() -> bool:
-    """Return whether a progress bar or live display is open that is known without its drawing."""
+    """Return whether tqdm or rich has an open progress bar or live display."""
     tqdm = sys.modules.get("tqdm.std")
     if tqdm is not None and len(getattr(tqdm.tqdm, "_instances", ())):
         return True
-    # rich 14.1 has a stack of them, earlier ones had one.
+    # rich 14.1 keeps a stack of live displays, earlier versions one.
     console = rich.get_console()
     return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))
 
 
 class LiveView:
-    """The view of all flows of this process, while there are any. Safe to use from several threads."""
+    """The common view of all flows of this process. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By flow: returns what to show of it.
+        #: By flow: returns its progress.
         self._sources: dict[Hashable, Callable[[], FlowProgress]] = {}
         self._lines: LowerLines | None = None
         #: Set when the view ends.
@@ -211,7 +204,7 @@ class LiveView:
         PROCESS_RESOURCES.after_fork(self, LiveView._forget)
 
     def join(self, flow: Hashable, source: Callable[[], FlowProgress]) -> None:
-        """Show a flow from now on, where there is a terminal to draw on."""
+        """Add a flow to the view, if there is a terminal to draw on."""
         with self._lock:
             first = not self._sources
             self._sources[flow] = source
@@ -228,7 +221,7 @@ class LiveView:
                 self._close()
 
     def leave(self, flow: Hashable) -> None:
-        """Show a flow no longer. Without effect the second time."""
+        """Remove a flow from the view. Idempotent."""
         with self._lock:
             if self._sources.pop(flow, None) is not None and not self._sources:
                 self._close()
@@ -240,7 +233,7 @@ class LiveView:
             lines.close()
 
     def _forget(self) -> None:
-        """Begin anew in a fork of the process, where the parent still draws."""
+        """Start afresh in a fork of the process: the parent still draws."""
         if self._lines is not None:
             self._lines.forget()
         self._lock, self._sources, self._lines = threading.Lock(), {}, None
@@ -258,7 +251,7 @@ class LiveView:
                     progress = combine([source() for source in sources])
                     lines.show(view_lines(progress, lines.height()))
             except Exception as error:  # noqa: BLE001
-                # Process boundary: what is shown of a flow must not fail it.
+                # Process boundary: an error of the display must not fail the flow.
                 logger.debug("the live view has ended: %r", error)
                 break
         lines.close()

@@ -1,6 +1,6 @@
 """Reports of processes and flow runs, and the histories of tasks.
 
-`model` holds the values, `markdown`, `advice` and `timeline` turn them into text and images, `publish` sends
-them to Prefect's API, `events` names Prefect's events, and `history` keeps what the runs of a task needed.
-Nothing here measures memory or decides about a task. `runner` imports it.
+Values are in `model`, text and images in `markdown`, `advice` and `timeline`; `publish` sends them to Prefect's API,
+`events` names Prefect's events, `history` keeps the memory needs of past runs. Nothing here measures memory or decides
+about a task. `runner` imports it.
 """

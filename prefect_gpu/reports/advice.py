@@ -1,9 +1,8 @@
-"""What to change for the next run of a task, from the reports of its processes.
+"""Advice for the next run of a task, from the reports of its processes.
 
-`advise` is about one process: why it ran out of memory, whether it leaks memory or its allocator fragments it.
-`tag_advice` says what to write in the tag of a task run, and `task_tags` the same for the tasks of a flow: the
-most that one of their task runs needs. The formula of a budget is `scheduling.history`, which a task without a tag
-gets its budget from; what the runner does by itself after an out-of-memory error is `scheduling.ladder`.
+`advise` covers one process: why it ran out of memory, leaks, fragmentation. `tag_advice` chooses the tag of a task
+run, and `task_tags` the tags of a flow's tasks: for each the largest need of its task runs. Budgets of tasks without a
+tag are computed in `scheduling.history`, retries after an out-of-memory in `scheduling.ladder`.
 """
 
 from __future__ import annotations
@@ -37,28 +36,27 @@ from prefect_gpu.units import (
     size_in_tag,
 )
 
-#: Memory that an allocator holds without being able to use it is reported from this many bytes and this
-#: fraction of all that it holds. Less is the rounding of segments, which every training has.
+#: Smallest unused memory of an allocator that is reported, in bytes and as a fraction of all that it holds. Less is
+#: the rounding of segments, which every training has.
 FRAGMENTED_BYTES = 256 * MIB
 FRAGMENTED_FRACTION = 0.15
 
-#: Growth is reported as a leak from this many bytes a step, over this many steps, if it adds up to this
-#: fraction of the peak. Numbers that a training keeps are far smaller, graphs far larger.
+#: Smallest growth that is reported as a leak: bytes a step, number of steps, and their sum as a fraction of the peak.
+#: Numbers that a training keeps are far smaller, graphs far larger.
 LEAK_STEP_BYTES = MIB
 LEAK_STEPS = 4
 LEAK_FRACTION = 0.02
 
-#: A budget of this fraction of a device is as good as the whole device: the driver and the headroom keep
-#: the rest.
+#: From this fraction of a device on, a budget counts as the whole device: driver and headroom keep the rest.
 WHOLE_FRACTION = 0.95
 
-#: A budget that differs by this fraction from the one to write is left as it is.
+#: A budget within this fraction of the advised one is kept.
 NEAR_FRACTION = 0.1
 
-#: What is written in place of a tag where no size helps.
+#: Text in place of a tag if no size helps.
 NO_TAG_HELPS = "no tag helps: it must take less"
 
-#: How a run ended that did not complete.
+#: Words for runs that did not complete.
 _ENDED: Mapping[str, str] = {
     "failed": "failed",
     "died": "died",
@@ -71,14 +69,11 @@ _ENDED: Mapping[str, str] = {
 
 
 def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
-    """Return what would help one process next time.
+    """Return sentences in markdown that help the next process, most useful first; empty: no measurement calls for any.
 
     Args:
         report: Of the process.
-        tag: What `tag_advice` says of its task run; `None`: nothing.
-
-    Returns:
-        Sentences in markdown, the most useful first. Empty if no measurement calls for advice.
+        tag: From `tag_advice` for the task run; `None`: no tag is known.
     """
     return tuple(_sentences(report, tag))
 
@@ -86,7 +81,7 @@ def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
 def _sentences(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
     yield from _cause(report, tag)
     if report.cause == "own_cap" or (report.outcome == "oom" and report.cause in ("", "crowded")):
-        # Elsewhere it would not have helped to take less: other processes took its memory.
+        # After other causes a smaller need would not have helped: other processes took the memory.
         yield from _fragmentation(report)
         yield from _leak(report)
         yield (
@@ -153,7 +148,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
 
 def _fragmentation(report: TaskReport) -> Iterator[str]:
     held = report.peak_reserved_bytes
-    # At other moments than the live peak, unused memory is a cache for the next allocations.
+    # Only the live peak counts: at other moments unused memory is a cache for the next allocations.
     _, unused = max(
         (
             (sample.live_bytes, sample.reserved_bytes - sample.live_bytes)
@@ -193,7 +188,7 @@ def _leak(report: TaskReport) -> Iterator[str]:
 
 
 def _allowed_bytes(report: TaskReport) -> int:
-    """Return what the frameworks could have allocated on all devices together."""
+    """Return the bytes that frameworks could allocate on all devices together."""
     if report.cap_bytes is not None:
         return report.cap_bytes * max(1, len(report.devices))
     return report.budget_total_bytes - report.context_bytes
@@ -251,40 +246,33 @@ def _uses(report: TaskReport, framework: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TagAdvice:
-    """What to write in the `gpu:memory` tag of a task."""
+    """A `gpu:memory` tag to write for a task."""
 
     #: Bytes on each device; `None`: no size helps.
     size_bytes: int | None
-    #: As markdown: a tag, or that none helps.
+    #: In markdown: a tag, or the text that no tag helps.
     write: str
-    #: What the size is based on.
+    #: Measurement behind the size, as text.
     why: str
-    #: What it has now is near enough: nothing needs to be written.
+    #: The present budget is near enough.
     fits: bool
-    #: Kind of the devices that it was measured on.
+    #: Kind of the devices on which memory was measured.
     device_kind: DeviceKind
 
     @property
     def words(self) -> str:
-        """The tag to write, as markdown. Devices other than GPUs are named: the tag is for these only."""
+        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def rank(self) -> float:
-        """By which the advice that asks for the most is found."""
+        """Sort key: the advice with the largest need is last."""
         return math.inf if self.size_bytes is None else self.size_bytes
 
 
 def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
-    """Return what to write in the tag of a task run.
-
-    Args:
-        processes: All that it has had so far.
-
-    Returns:
-        `None`: nothing is known of what it needs.
-    """
-    # As a flow's report counts them.
+    """Return the tag for a task run from all its processes so far; `None`: its need is not known."""
+    # The same runs as in a flow's report.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
     size: float = _asked_bytes(lesson) if lesson else 0
@@ -314,12 +302,12 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
 
 
 def _has_no_more(report: TaskReport) -> bool:
-    """Return whether no device can give more than a process had, or as much as it wanted."""
+    """Return whether a process had all that a device can give, or its request could not be met by any."""
     most = report.most_bytes
     if most is None:
         return False
     capped = report.capacity_bytes is not None and report.cap_bytes is not None
-    # Other programs may keep a part of a device that was given as a whole.
+    # Other programs may keep a part of a device that was reserved as a whole.
     had_all = report.budget_bytes >= (most if capped else WHOLE_FRACTION * most)
     return had_all or (report.wanted_bytes or 0) > most
 
@@ -330,55 +318,53 @@ def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskTags:
-    """Advice on the tags of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
+    """Advice on the tag of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
-    #: The values in words, or their digest. Empty: none are named.
+    #: The `gpu:learn_by` values in words, or their digest. Empty: none are named.
     learn_by: str
-    #: Task runs that it is based on: those whose memory was measured.
+    #: Number of task runs with measured memory, on which the advice is based.
     runs: int
-    #: Most bytes that one process held of a device.
+    #: Peak bytes of one process on a device.
     peak_bytes: int
     #: Smallest and largest budget on each device, in bytes, in its newest flow run.
     budgets_bytes: tuple[int, int]
-    #: Where these came from: of "tag", "learned" and "probe".
+    #: Sources of these budgets: "tag", "learned" and "probe".
     budget_sources: tuple[str, ...]
-    #: As markdown: the tag, that none helps, or a bound. Empty: nothing is known.
+    #: In markdown: the tag, the text that no tag helps, or a bound. Empty: nothing is known.
     write: str
-    #: Bytes of the tag; `None`: there is none to write.
+    #: Bytes of the tag; `None`: no tag.
     size_bytes: int | None
-    #: What the size is based on.
+    #: Measurement behind the size, as text.
     why: str
     #: The tag of its newest flow run is near enough.
     fits: bool
-    #: Kind of the devices that its memory was measured on.
+    #: Kind of the devices on which memory was measured.
     device_kind: DeviceKind
 
     @property
     def write_words(self) -> str:
-        """The tag to write, as markdown. Devices other than GPUs are named: the tag is for these only."""
+        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes of each device that the tag leaves to others, below 0 if it takes more; `None`: there is no tag."""
+        """Bytes of each device that the tag frees, below 0 if the tag needs more; `None`: no tag."""
         return None if self.size_bytes is None else self.budgets_bytes[1] - self.size_bytes
 
     @property
     def budget_words(self) -> str:
-        """The budgets, and where they came from."""
+        """The budgets and their sources."""
         least, most = map(format_bytes, self.budgets_bytes)
         sizes = least if self.budgets_bytes[0] == self.budgets_bytes[1] else f"{least} to {most}"
         return f"{sizes}, {', '.join(self.budget_sources)}"
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return the advice on the tags of each task, for each set of its `gpu:learn_by` values and kind of devices.
+    """Return the advice on each task's tag, by the task run with the largest need.
 
-    It is the advice for the task run that needs the most.
-
-    Args:
-        reports: Of one flow run, or of several of one flow.
+    Sets of `gpu:learn_by` values and kinds of devices are separate. The reports are of one flow run, or of several of
+    one flow.
     """
     by_task: dict[tuple[str, ...], list[TaskReport]] = {}
     for report in reports:
@@ -388,7 +374,7 @@ def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
 
 
 def tags_table(tags: Sequence[TaskTags]) -> str:
-    """Return a table of the tags to change, or that none needs to change."""
+    """Return a table of the tags to change, or the text that none needs a change."""
     rows = [
         (_named(each), each.budget_words, each.write_words, each.why)
         for each in tags
@@ -459,7 +445,7 @@ def _peak_on_a_device(report: TaskReport) -> int:
 
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
-    """Return whether the budget of a process is near enough to a size, or its tag is less and yet enough."""
+    """Return whether a process's budget is near enough to a size, or its smaller tag is enough."""
     if report.budget_source == "probe" or report.cause == "own_cap":
         return False
     if abs(report.budget_bytes - size_bytes) <= NEAR_FRACTION * size_bytes:
@@ -476,19 +462,14 @@ def _may_stay(report: TaskReport, size_bytes: float) -> bool:
 
 
 def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
-    """Learn a budget from processes of one task as a history would.
-
-    Returns:
-        The lesson of the history that asks for the most, and what it is based on. `None` if no process
-        completed.
-    """
+    """Learn a budget from a task's processes: the largest lesson of its histories, and why. `None`: none completed."""
     lessons = []
     for group in _by_history(reports):
-        # Of a body that ended before its memory was read, nothing is known.
+        # A body that ended before its memory was read shows nothing.
         runs = [run for report in group if _was_seen(run := past_run(report))]
         if not runs or learn(runs) is None:
             continue
-        # A tag must also hold what a run used that failed for another reason.
+        # A tag must also hold the memory of a run that failed for another reason.
         counted = [
             run if run.outcome == "oom" else replace(run, outcome="completed") for run in runs
         ]
@@ -541,7 +522,7 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
     rounded = "" if written == format_bytes(asked_bytes) else ", rounded up"
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
     if live is None:
-        # No framework reports its memory: only the process as a whole is known.
+        # No framework reports memory: only the total of the process is known.
         return f"peak {_with_margin(top.process_bytes or 0, lesson.growth)}{rounded}{of_runs}"
     steady = "live peak" if top.steady_live_bytes is None else "steady live peak"
     context = f" + context {format_bytes(lesson.context_bytes)}" if lesson.context_bytes else ""
@@ -556,13 +537,13 @@ def _with_margin(size_bytes: int, growth: float) -> str:
 
 
 def _after_oom_bytes(report: TaskReport) -> int:
-    """Return the bytes to ask for after a process reached its own cap, as `scheduling.ladder` does."""
+    """Return the budget to ask for after a process reached its cap, as `scheduling.ladder` does."""
     wanted = int((report.wanted_bytes or 0) * WANTED_FACTOR)
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
 
 
 def _asked_bytes(lesson: Lesson) -> int:
-    """Return the bytes of a tag by the formula that is printed: a lesson's are rounded up to `ROUND_BYTES`."""
+    """Return the tag's bytes by the printed formula. A lesson's bytes are rounded up to `ROUND_BYTES`."""
     return max(1, lesson.need_bytes - ROUND_BYTES + 1)
 
 
@@ -573,7 +554,7 @@ def _written_bytes(size_bytes: float, reports: Iterable[TaskReport]) -> int:
 
 
 def _most_bytes(reports: Iterable[TaskReport]) -> int | None:
-    """Return the most bytes that a device could give to a task; `None`: no report has a device."""
+    """Return the largest possible budget on a device; `None`: no report has a device."""
     return max(
         (size for report in reports if (size := report.most_bytes) is not None), default=None
     )

@@ -1,7 +1,7 @@
 """A drawing surface for charts: shapes in pixels, text that cannot break out of the SVG, axis steps.
 
-It covers what both charts of `timeline` share. `drawsvg` writes the SVG and escapes text. It does not escape
-attributes, so those are numbers and words of this package, never a user's text.
+Both charts of `timeline` use it. `drawsvg` writes the SVG and escapes text, but not attributes: these are numbers and
+words of this package, never a user's text.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INK = "#1f2937"
 MUTED = "#6b7280"
 GRID = "#e5e7eb"
 PAPER = "#ffffff"
-#: Colours of frames, of areas in the background, of the line of live memory, and of budgets.
+#: Colours of frames, background areas, the line of live memory, and budgets.
 FRAME, SHADE, LIVE, BUDGET = "#d1d5db", "#f3f4f6", "#0f766e", "#b45309"
-#: Colours that replace these where the page around an image prefers a dark scheme.
+#: Their replacements where the page around an image prefers a dark scheme.
 _DARK = {
     INK: "#e5e7eb",
     MUTED: "#9ca3af",
@@ -38,7 +38,7 @@ _DARK_STYLE = "".join(
 )
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
-#: Characters that join letters and emoji: no width, and no effect on other text.
+#: Zero-width characters that join letters and emoji, without effect on other text.
 _JOINERS = "\u200c\u200d"
 
 _NICE_SECONDS = (
@@ -51,23 +51,22 @@ _NICE_SECONDS = (
 
 
 def clean(text: str) -> str:
-    """Return text on one line, of characters that can be shown, encoded and put into XML.
+    """Return text as one line of printable characters, safe for encoding and XML.
 
-    White space becomes single spaces. Control characters, lone surrogates and marks that change the direction of text
-    become `�`.
+    White space becomes single spaces; control characters, lone surrogates and direction marks become `�`.
     """
     line = " ".join(text.split())
     return "".join(each if each.isprintable() or each in _JOINERS else "�" for each in line)
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the width of text in pixels, estimated generously because fonts differ."""
+    """Return the width of text in pixels: a generous estimate, because fonts differ."""
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return size * (0.58 * (len(text) - wide) + 1.05 * wide)
 
 
 def shorten(text: str, width: float, size: float) -> str:
-    """Return text cut to `width` pixels with an ellipsis, or nothing if four letters do not fit."""
+    """Return text cut to `width` pixels with an ellipsis, or empty text if four letters do not fit."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
@@ -90,7 +89,7 @@ def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
     """Return about `steps` round times from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
-    # So that a task of years has few labels too.
+    # Few labels for a task of years, too.
     step *= max(1, math.ceil(end_s / step / (2 * steps)))
     return [(i * step, time_label(i * step)) for i in range(int(end_s / step + 1e-9) + 1)]
 
@@ -112,7 +111,7 @@ def _nice_number(rough: float) -> float:
 
 
 class Canvas:
-    """SVG image on a background of its own, which is dark if the page around the image prefers a dark scheme."""
+    """SVG image with its own background, which is dark if the page around it prefers a dark scheme."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)
@@ -134,7 +133,7 @@ class Canvas:
         dash: str | None = None,
         title: str = "",
     ) -> None:
-        """Draw a rectangle. A browser shows `title` when the pointer rests on it."""
+        """Draw a rectangle. A browser shows `title` under the pointer."""
         shape = drawsvg.Rectangle(
             *_round(x, y, width, height),
             fill=fill,
@@ -203,12 +202,7 @@ class Canvas:
         )
 
     def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
-        """Draw coloured squares with their words, as many as fit on one row.
-
-        Args:
-            entries: Words, colour and opacity of each.
-            y: Middle of the row.
-        """
+        """Draw coloured squares with words around height `y`, as many as fit. An entry is words, colour and opacity."""
         x, left = 20.0, list(entries)
         while left:
             words, colour, opacity = left[0]
@@ -231,7 +225,7 @@ def _round(*numbers: float) -> Iterable[float]:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """Return points as the data of a path; a horizontal or vertical step has one number."""
+    """Return points as SVG path data; a horizontal or vertical step has one number."""
     words: list[str] = []
     before: tuple[str, str] | None = None
     for point in points:

@@ -1,7 +1,6 @@
-"""The Prefect events of GPU task runs and of devices: their names, labels and payloads.
+"""Names, labels and payloads of the Prefect events of GPU task runs and devices, as values; `engine` emits them.
 
-Values alone: they are emitted by `engine`, in the context of the run. What a state or a log line says
-is not here. Prefect's automations compare labels and not payloads, so what a trigger may ask for is a label.
+Prefect's automations compare labels, not payloads: a fact that a trigger may need is a label.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ SET_ASIDE = "prefect-gpu.device-set-aside"
 #: Role of a device among the related resources of an event.
 DEVICE_ROLE = "gpu-device"
 
-#: Characters of a text in a payload at most.
+#: Most characters of a text in a payload.
 TEXT_LIMIT = 500
 
 
 @dataclass(frozen=True, slots=True)
 class GPUEvent:
-    """One event, but for the run that it is about."""
+    """One event, without the run that it is about."""
 
     name: str
-    #: Those of the process, or the one that the event is about.
+    #: Devices of the process, or the device that the event is about.
     devices: tuple[Device, ...]
     #: Sizes are in bytes and end in `_bytes`. `None`: not known, or there is none.
     payload: Mapping[str, object]
@@ -40,14 +39,7 @@ class GPUEvent:
 def placed_event(
     placement: Placement, source: BudgetSource, attempt: int, waited_s: float
 ) -> GPUEvent:
-    """Return the event of a process that has its devices.
-
-    Args:
-        placement: The devices.
-        source: Of its budget.
-        attempt: From 1: which process of the task run.
-        waited_s: Seconds that the task run waited for it.
-    """
+    """Return the event of a placed process: attempt number from 1, and seconds of waiting for the devices."""
     payload = {
         "attempt": attempt,
         "devices": _described(placement.devices),
@@ -59,7 +51,7 @@ def placed_event(
 
 
 def ended_events(report: TaskReport) -> list[GPUEvent]:
-    """Return what is emitted of a process that is gone: most end without an event."""
+    """Return the events of a process that has ended; most processes have none."""
     about = {"attempt": report.attempt, "devices": _described(report.devices)}
     events = []
     if report.outcome == "oom" or report.cause == "host":
@@ -86,12 +78,7 @@ def ended_events(report: TaskReport) -> list[GPUEvent]:
 
 
 def set_aside_event(device: Device, why: str) -> GPUEvent:
-    """Return the event of a device that does not work.
-
-    Args:
-        device: The device.
-        why: What its driver says.
-    """
+    """Return the event of a device that does not work, with the driver's reason `why`."""
     payload = {"devices": _described([device]), "reason": why[:TEXT_LIMIT]}
     return GPUEvent(SET_ASIDE, (device,), payload)
 

@@ -32,8 +32,8 @@ def publish_leaderboard(
 ) -> UUID:
     """Publish which of several task runs had the best result, in what time, with how much memory.
 
-    Call it in the flow. It waits until the task runs have ended. A task run that has failed, was cached, or has not reported
-    the metric, is in the table without a place.
+    Call it in the flow. It waits until the task runs have ended. A task run that failed, was cached, or did not report
+    the metric is listed without a place.
 
     Args:
         rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
@@ -45,7 +45,8 @@ def publish_leaderboard(
         The id of the artifact.
 
     Raises:
-        ReportError: It is not called in a flow with a `GPUTaskRunner`, or what is in `rows` is none of its tasks.
+        ReportError: It is not called in a flow with a `GPUTaskRunner`, or an entry of `rows` is neither a row nor a future
+            of this runner's GPU tasks.
     """
     context = FlowRunContext.get()
     active: Any = getattr(getattr(context, "task_runner", None), "_run", None)
@@ -110,7 +111,7 @@ def _row_without_process(future: PrefectFuture[Any]) -> LeaderboardRow:
             "accepted: futures of GPU tasks and LeaderboardRow"
         )
     name = str(future.task_run_id)
-    # The server learns of a task run a moment after the flow.
+    # The server has a task run a moment after the flow.
     with contextlib.suppress(ObjectNotFound), get_client(sync_client=True) as client:
         name = client.read_task_run(future.task_run_id).name
     why = "" if state.is_completed() else f": {state.message}"

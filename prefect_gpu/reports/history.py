@@ -1,11 +1,11 @@
-"""Histories of tasks: kept in memory, or as Prefect artifacts that outlive the process.
+"""Histories of tasks, kept in memory or as Prefect artifacts that outlive the process.
 
-Both stores follow `scheduling.history.HistoryStore`. What runs teach is `scheduling.history`; the thread
-that writes to the API is `publish`.
+Both stores implement `scheduling.history.HistoryStore`, where budgets are learned. `publish` has the thread that
+writes.
 
-Each run is a version of its own of the history's artifact, with the numbers of the run in the version's
-metadata. No version is ever changed, so hosts that run the same task at the same time lose no runs. The
-text of a version is a page about the last runs and the next budget.
+Each run is one version of the history's artifact, with the run's numbers as metadata. Versions never change, so hosts
+that run the same task at the same time lose no runs. The text of a version is a page about the last runs and the next
+budget.
 """
 
 from __future__ import annotations
@@ -48,30 +48,29 @@ if TYPE_CHECKING:
 
 HISTORY_PREFIX = "gpu-history"
 
-#: Version of the metadata's meaning; rises when a field changes its meaning. 2: a history is of one flow.
+#: Version of the metadata. It rises when a field changes its meaning. 2: a history is of one flow.
 SCHEMA = "2"
 
-#: Seconds that one reading may take, and how often it is tried. A task waits for it. An answer takes
-#: 5 ms (Prefect 3.8.8); the second try is for a connection that was closed in the meantime.
+#: Seconds for one reading, for which a task waits, and how often it is tried. An answer takes 5 ms (Prefect 3.8.8);
+#: the second try is for a connection that was closed in the meantime.
 READ_TIMEOUT_S = 10.0
 READ_TRIES = 2
 
-#: Seconds for which an API that did not answer is not called again.
+#: Seconds without calls after an API did not answer.
 AWAY_S = 60.0
 
-#: Things that one call of the API returns at most.
+#: Items in one answer of the API.
 PAGE = 200
 
-#: Runs of one history that may wait to be written. Older ones are dropped if tasks end faster than the
-#: API accepts artifacts. Only `KEPT_RUNS` are ever read.
+#: Runs of one history that may wait to be written; older ones are dropped. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
 
-#: Characters of the digest in an artifact's key: 48 bits distinguish histories of one name.
+#: Characters of the digest in an artifact's key: 48 bits distinguish histories of the same name.
 DIGEST_CHARS = 12
 
 
 class MemoryHistory:
-    """Keeps runs in memory. Any thread may use it."""
+    """A history store in memory. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +88,7 @@ class MemoryHistory:
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
-        """Add runs before and after those that are kept, once each; return all that are kept then."""
+        """Add runs before and after the kept ones, each run once; return all kept runs."""
         with self._lock:
             kept = (*newer, *self._runs.get(key, ()))
             self._runs[key] = kept = (*kept, *(run for run in older if run not in kept))[:KEPT_RUNS]
@@ -97,16 +96,16 @@ class MemoryHistory:
 
 
 class PrefectHistory:
-    """Keeps runs as versions of artifacts. Any thread may use it.
+    """A history store of artifact versions in Prefect's API. Safe to use from several threads.
 
-    A key is read from the API once. The runs of this process are added to the runs that were found. Runs that
-    other processes add later are seen by the next store.
+    A history is read from the API once, and runs of this process are added. Later runs of other processes are not
+    seen.
 
     Args:
-        lend: Returns a client for the flow's API, for use in a `with` block. It is called in the thread
-            that asks for runs, under the settings that were active when the store was created.
-        publisher: Writes runs, and counts those that were lost.
-        clock: Measures for how long an API that does not answer is not called.
+        lend: Returns a client for the flow's API, for use in a `with` block. Called in the thread that reads runs,
+            under the settings that were active when the store was created.
+        publisher: Writes runs and counts lost ones.
+        clock: Measures the pause after an API did not answer.
     """
 
     def __init__(
@@ -120,13 +119,13 @@ class PrefectHistory:
         self._publisher = publisher
         self._clock = clock or RealClock()
         self._settings = get_settings_context()
-        #: What is known to this process.
+        #: All runs known to this process.
         self._known = MemoryHistory()
-        #: Guards what is below. Held for moments only.
+        #: Guards the attributes below. Held for moments only.
         self._lock = threading.Lock()
-        #: By key: held by the thread that reads it from the API. Others that want the same runs wait.
+        #: By history: held while a thread reads it from the API. Other readers wait.
         self._reading: dict[HistoryKey, threading.Lock] = {}
-        #: Keys that were read.
+        #: Histories that were read.
         self._is_read: set[HistoryKey] = set()
         self._away_until_s = -math.inf
         self._away_because = ""
@@ -134,8 +133,8 @@ class PrefectHistory:
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
         """See `HistoryStore.runs`.
 
-        If the API does not answer, the runs of this process are returned. If there are none, the error
-        is raised, and raised again without a call for `AWAY_S` seconds.
+        Without an answer of the API, return the runs of this process. If there are none, raise the error, and raise it
+        again without a call for `AWAY_S` seconds.
         """
         with self._lock:
             reading = self._reading.setdefault(key, threading.Lock())
@@ -163,7 +162,7 @@ class PrefectHistory:
         try:
             return self._ask(key)
         except Exception as error:
-            # Process boundary: any fault of the API, or of what lies between.
+            # Process boundary: any fault of the API or of the network.
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             with self._lock:
                 self._away_until_s = self._clock.now() + AWAY_S
@@ -184,7 +183,7 @@ class PrefectHistory:
 
 @functools.lru_cache(256)
 def history_artifact_key(key: HistoryKey) -> str:
-    """Return the artifact's key of a history: `gpu-history-<task-slug>-<digest>`."""
+    """Return the artifact key of a history: `gpu-history-<task-slug>-<digest>`."""
     parts = key.flow_name, key.task_name, key.qualified_name, key.device_name, key.learn_by
     text = json.dumps(parts)
     digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
@@ -195,19 +194,16 @@ def history_artifact_key(key: HistoryKey) -> str:
 def publish_run(
     key: HistoryKey, version: str, runs: Sequence[PastRun], client: SyncPrefectClient
 ) -> None:
-    """Create the version of a history's artifact that keeps one run.
+    """Create the version of a history's artifact that keeps one run. Any error of the client is raised.
 
     Args:
         key: The history.
-        version: Identifies the run, so that one that is published twice counts once.
-        runs: Known runs of the history, newest first. The first is the one to keep.
-        client: Prefect's client of the flow.
-
-    Raises:
-        Exception: Any error of the client, if the API does not accept it.
+        version: Identifies the run: a run that is published twice counts once.
+        runs: Known runs of the history, newest first. The first run is kept.
+        client: Of the flow.
     """
     client.create_artifact(
-        # It belongs to no flow run or task run: it is about all of them.
+        # It belongs to no single flow run or task run.
         ArtifactCreate(
             key=history_artifact_key(key),
             type="markdown",
@@ -217,7 +213,7 @@ def publish_run(
                 {
                     "schema": SCHEMA,
                     "version": version,
-                    # Also where it is empty.
+                    # Published even if empty.
                     "learn_by": key.learn_by,
                     **key.to_texts(),
                     **runs[0].to_texts(),
@@ -229,7 +225,7 @@ def publish_run(
 
 @dataclass(frozen=True, slots=True)
 class KeptHistory:
-    """One history as it is kept."""
+    """One history in the API."""
 
     artifact_key: str
     key: HistoryKey
@@ -240,16 +236,11 @@ class KeptHistory:
 def read_histories(
     client: SyncPrefectClient, tasks: Container[tuple[str | None, str, str]] | None = None
 ) -> list[KeptHistory]:
-    """Return all histories that the API has, ordered by task.
-
-    Histories of which no version can be read are left out.
+    """Return the histories in the API, ordered by task, without unreadable ones. Any error of the client is raised.
 
     Args:
         client: Of the API.
-        tasks: Only histories of tasks with these names of their flow, their own and of their function. `None`: of all.
-
-    Raises:
-        Exception: Any error of the client, if the API does not answer.
+        tasks: Names of a flow, a task and its function: only their histories are read. `None`: all.
     """
     found: list[KeptHistory] = []
     for artifact in _latest(client):
@@ -279,21 +270,16 @@ def _latest(client: SyncPrefectClient) -> Iterator[dict[str, Any]]:
         page = client.request(
             "POST", "/artifacts/latest/filter", json=asked, timeout=READ_TIMEOUT_S
         ).json()
-        # The filter finds the text anywhere in a key.
+        # The filter matches the text anywhere in a key.
         yield from (each for each in page if each["key"].startswith(f"{HISTORY_PREFIX}-"))
         if len(page) < PAGE:
             return
 
 
 def delete_history(key: str, client: SyncPrefectClient) -> int:
-    """Delete all versions of a history; return how many runs they kept.
+    """Delete all versions of the history with an artifact key; return the number of its runs.
 
-    Args:
-        key: Of its artifact.
-        client: Of the API.
-
-    Raises:
-        Exception: Any error of the client. What was deleted until then stays deleted.
+    Any error of the client is raised. Versions that were deleted before it stay deleted.
     """
     deleted = 0
     while True:
@@ -302,7 +288,7 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
             "POST", "/artifacts/filter", json=asked, timeout=READ_TIMEOUT_S
         ).json()
         for artifact in page:
-            # Another command may have deleted it in the meantime.
+            # Another command may have deleted the version in the meantime.
             with contextlib.suppress(ObjectNotFound):
                 client.delete_artifact(UUID(artifact["id"]))
                 deleted += 1
@@ -311,19 +297,13 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
 
 
 def read_runs(key: HistoryKey, client: SyncPrefectClient) -> Sequence[PastRun]:
-    """Return the last `KEPT_RUNS` runs of a history, newest first.
-
-    Versions that cannot be read are left out.
-
-    Raises:
-        Exception: Any error of the client, if the API does not answer.
-    """
+    """Return the last `KEPT_RUNS` readable runs of a history, newest first. Any error of the client is raised."""
     return _read_versions(history_artifact_key(key), client)
 
 
 def _read_versions(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
-    # `client.read_artifacts` of the synchronous client sends null for each filter that is not given,
-    # which the API refuses (Prefect 3.8.8), and has no timeout.
+    # The synchronous `client.read_artifacts` sends null for each filter that is not given, which the API refuses
+    # (Prefect 3.8.8), and has no timeout.
     answer = client.request(
         "POST",
         "/artifacts/filter",
@@ -378,12 +358,7 @@ _LEGEND = (
 
 
 def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
-    """Return the page of one history.
-
-    Args:
-        key: The history.
-        runs: Newest first.
-    """
+    """Return the page of one history, whose `runs` are newest first."""
     within = "outside a flow" if key.flow_name is None else f"in flow {escape(key.flow_name)}"
     about = f"Task {escape(key.task_name)} {within}, on {escape(key.device_name)}"
     if key.learn_by:
@@ -415,7 +390,7 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
 
 
 def history_summary(key: HistoryKey, runs: Sequence[PastRun]) -> str:
-    """Return a history in one line without markup: `train · nightly · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
+    """Return a history as one line: `train · nightly · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
     lesson = learn(runs)
     budget = "not known" if lesson is None else format_bytes(lesson.budget_bytes)
     parts = (
@@ -455,5 +430,5 @@ def _time(at: float) -> str:
     try:
         return f"{datetime.fromtimestamp(at, timezone.utc):%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError, OSError):
-        # Read from an artifact that another program may have written.
+        # Another program may have written the artifact.
         return "–"

@@ -1,7 +1,4 @@
-"""A leaderboard: which of several task runs had the best result, in what time, with how much memory. Pure.
-
-`flow_leaderboard` makes the rows of a flow's task runs and publishes the text.
-"""
+"""Rank task runs by result, time and memory, as text. Pure. `flow_leaderboard` makes the rows and publishes it."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ from prefect_gpu.units import format_bytes, format_seconds
 #: Rows that the plot and the table show.
 MOST_ROWS = 200
 
-#: Size of the plot, and its margins: left, right, top, bottom.
+#: Size of the plot and its left, right, top and bottom margins, in pixels.
 _WIDTH, _HEIGHT = 720.0, 360.0
 _MARGINS = 84.0, 110.0, 36.0, 54.0
 _POINT = "#2563eb"
 
-#: Values beyond it are not drawn: the room around them would be no number.
+#: Larger values are not drawn: the axis' range would overflow.
 _LARGEST = 1e300
 
 
@@ -37,19 +34,19 @@ class LeaderboardRow:
     """One entry of a leaderboard."""
 
     name: str
-    #: Of the metric; `None`: it has none.
+    #: Value of the metric; `None`: the run has none.
     value: float | None
-    #: Seconds that it took.
+    #: Run time in seconds.
     seconds: float | None = None
-    #: Most memory that its process held, in bytes.
+    #: Peak bytes of its process.
     peak_bytes: int | None = None
     device: str = ""
-    #: Why it has no value; empty: not known.
+    #: Why the run has no value; empty: not known.
     problem: str = ""
 
 
 def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[LeaderboardRow]:
-    """Return rows in order, best first; of equals the quicker, and those without a number last."""
+    """Return rows best first: equal values by time, rows without a number last."""
     sign = 1 if smaller_is_better else -1
 
     def place(row: LeaderboardRow) -> tuple[bool, float, float]:
@@ -61,7 +58,7 @@ def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[Leader
 
 
 def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
-    """Return a leaderboard: the best one, a plot of the metric against memory, and a table."""
+    """Return a leaderboard in markdown: the best run, a plot of the metric against memory, and a table."""
     parts = []
     best = ranked[0] if ranked else None
     if best is not None and best.value is not None:
@@ -93,7 +90,7 @@ def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
 
 
 def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
-    """Return the metric of each row against its memory; empty: fewer than two have both."""
+    """Return a plot of the metric against memory; empty: fewer than two rows have both."""
     points = [
         (at, row.peak_bytes, row.value, row.name)
         for at, row in enumerate(ranked, 1)
@@ -105,7 +102,7 @@ def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     most_bytes = max(1.0, *(size * 1.05 for _, size, _, _ in points))
     low, high = min(p[2] for p in points), max(p[2] for p in points)
     room = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
-    # No axis goes below 0 for values that do not.
+    # An axis goes below 0 only for negative values.
     low, high = low - room if low < 0 else max(0.0, low - room), high + room
 
     def x(size: float) -> float:

@@ -1,7 +1,6 @@
-"""The report of a process and the report of a flow run as GitHub markdown.
+"""The reports of a process and of a flow run as GitHub markdown: words and tables.
 
-It covers words and tables. Charts come from `timeline`, advice and tags to write from `advice`. `publish`
-sends the text to Prefect.
+Charts come from `timeline`, advice and tags from `advice`. `publish` sends the text to Prefect.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
 
-#: Rows of a flow's table: those of task runs that did not complete come before others. Chromium takes a second longer
-#: for each 300 rows, as Prefect's v2 UI renders the page of an artifact twice (3.8.8, two cores).
+#: Most rows of a flow's table; task runs that did not complete come first. Chromium takes a second longer for each 300
+#: rows, as Prefect's v2 UI renders an artifact's page twice (3.8.8, two cores).
 ROW_LIMIT = 300
 
-#: Lines in each list of what needs attention.
+#: Most lines in each list of problems.
 ATTENTION_LIMIT = 50
 
-#: Rows of the table of a task's processes.
+#: Most rows in the table of a task's processes.
 PROCESS_LIMIT = 50
 
-#: Results that a task has reported.
+#: Most results of a task that are shown.
 METRIC_LIMIT = 50
 
-#: Characters of an error that are shown.
+#: Most characters of an error.
 ERROR_LIMIT = 1000
 
 _SOURCE_NOTES: dict[Source, str] = {
@@ -91,7 +90,7 @@ _HEADLINES: dict[Outcome, str] = {
 }
 
 
-#: Words for the outcome of a task run: those of Prefect's states.
+#: Prefect's state names for the outcome of a task run.
 STATE_WORDS: dict[Outcome, str] = {
     "completed": "completed",
     "failed": "failed",
@@ -103,7 +102,7 @@ STATE_WORDS: dict[Outcome, str] = {
 
 
 def task_summary(report: TaskReport) -> str:
-    """Return a report in one line without markup: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
+    """Return a report as one plain line: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
     sizes = (
         f"{format_bytes(report.peak_process_bytes)} of {format_bytes(report.budget_total_bytes)}"
     )
@@ -112,12 +111,7 @@ def task_summary(report: TaskReport) -> str:
 
 
 def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str:
-    """Return the report of one process.
-
-    Args:
-        report: Of the process.
-        earlier: Of the processes that the task run had before it.
-    """
+    """Return the report of one process; `earlier` has the reports of the task run's processes before it."""
     tag = tag_advice((*earlier, report))
     parts = [f"**{_headline(report)}**"]
     if report.error:
@@ -147,7 +141,7 @@ def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str
 
 
 def _headline(report: TaskReport) -> str:
-    """Return one sentence: what it needed and what it had."""
+    """Return one sentence with the memory that a process needed and its budget."""
     budget = format_bytes(report.budget_total_bytes)
     peak_bytes = report.peak_process_bytes
     peak = format_bytes(peak_bytes)
@@ -173,7 +167,7 @@ def _headline(report: TaskReport) -> str:
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     frameworks = report.framework or "none"
     live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
-    # What is allocated on simulated devices is of no framework.
+    # No framework allocates on simulated devices.
     by = "" if frameworks == "none" else f", by {escape(frameworks)}"
     several = len(report.devices) > 1
     each, together = (" on each device", " on all together") if several else ("", "")
@@ -234,7 +228,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
 
 
 def _suspension_words(report: TaskReport) -> str:
-    """Return each time in which it did not run because its memory was on the host."""
+    """Return the times in which a process was suspended because its memory was on the host."""
 
     def words(each: Suspension) -> str:
         reason = f" for {escape(each.reason)}" if each.reason else ""
@@ -257,7 +251,7 @@ def _context_words(report: TaskReport) -> str:
 
 
 def _is_news(tag: TagAdvice | None, report: TaskReport) -> TypeGuard[TagAdvice]:
-    """Return whether a report says what to write: not if its tag fits, or another process may show more."""
+    """Return whether a report names a tag: not if the tag fits, or a later process may show more."""
     return tag is not None and not tag.fits and not report.next_words
 
 
@@ -337,7 +331,7 @@ def _phases(report: TaskReport) -> str:
 
 
 def _mib(size_bytes: int | None) -> str:
-    # One unit for all rows: 2.1GiB beside 2.1GiB may hide 50 MiB.
+    # One unit for all rows: 2.1GiB in two rows may hide 50 MiB.
     return "–" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
 
 
@@ -345,9 +339,9 @@ def _mib(size_bytes: int | None) -> str:
 class _Run:
     """One task run of a flow run."""
 
-    #: Reports of its processes, in order; empty: it never got one.
+    #: Reports of its processes, in order; empty: no process was started.
     attempts: tuple[TaskReport, ...]
-    #: `None`: it got a process.
+    #: The task run without a process; `None`: it got one.
     unstarted: UnstartedRun | None = None
 
     @property
@@ -362,7 +356,7 @@ class _Run:
 
     @property
     def tries(self) -> int:
-        """How many processes it had."""
+        """Number of its processes."""
         return max((len(self.attempts), *(report.attempt for report in self.attempts)))
 
     @property
@@ -378,7 +372,7 @@ class _Run:
 
 
 def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun]) -> list[_Run]:
-    """Return the task runs in the order in which they began."""
+    """Return the task runs in the order of their beginning."""
     by_id: dict[UUID, list[TaskReport]] = {}
     for report in sorted(reports, key=lambda report: (report.attempt, report.placed_at)):
         by_id.setdefault(report.task_run_id, []).append(report)
@@ -394,11 +388,11 @@ def flow_markdown(
     flow_name: str = "",
     link: Callable[[UUID], str | None] = lambda task_run_id: None,
 ) -> str:
-    """Return the report of one flow run: what needs attention first, every task run last.
+    """Return the report of one flow run: problems first, the table of all task runs last.
 
     Args:
-        reports: One for each process that was started, in any order; compact ones are enough.
-        unstarted: Task runs that never got a process. Those that have a report are left out.
+        reports: One for each started process, in any order; compact ones are enough.
+        unstarted: Task runs without a process. Runs that have a report are left out.
         flow_name: For the description of the image.
         link: Returns the address of a task run's page; `None`: there is none.
     """
@@ -423,11 +417,11 @@ def flow_markdown(
 def flow_metadata(
     reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun] = ()
 ) -> dict[str, str]:
-    """Return the totals of a flow run as strings, like `TaskReport.metadata` of one process."""
+    """Return the totals of a flow run as strings, as `TaskReport.metadata` does for one process."""
     runs = _task_runs(reports, unstarted)
     outcomes = [run.outcome for run in runs]
     return {
-        # Since 2 outcomes are those of task runs: in 1 they were those of processes.
+        # 2: outcomes count task runs. 1: outcomes counted processes.
         "schema": "2",
         "task_runs": str(len(runs)),
         "processes": str(len(reports)),
@@ -444,7 +438,7 @@ def flow_metadata(
 
 
 def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun] = ()) -> str:
-    """Return one sentence: how many task runs ended how, in how many attempts."""
+    """Return one sentence: task runs by outcome, and the number of attempts."""
     runs = _task_runs(reports, unstarted)
     if not runs:
         return "No GPU task ran."
@@ -496,12 +490,7 @@ def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
 
 
 def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
-    """Return how a task run ended: `completed, recovered after 2 retries`, `**failed**, out of memory`.
-
-    Args:
-        run: The task run.
-        first: Changes the state's word.
-    """
+    """Return a task run's end, with `first` applied to its state: `completed, recovered after 2 retries`."""
     state = first(STATE_WORDS[run.outcome])
     if run.outcome == "completed":
         return state + (
@@ -532,10 +521,10 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
 
 
 def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
-    # Few columns, because the v1 UI does not wrap cells. The rest is in the report of each task run.
+    # Few columns: the v1 UI does not wrap cells. Task runs have reports of their own.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
     rows = []
-    # Those that did not complete first, and what is shown in its order again.
+    # Task runs that did not complete are kept first; the kept rows are shown in order.
     ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].outcome == "completed")
     for number, run in sorted(ranked[:ROW_LIMIT], key=lambda each: each[0]):
         row = [str(number), _name(run, link), _state_words(run)]
@@ -576,13 +565,13 @@ def _attempt_words(report: TaskReport) -> str:
 
 
 def _on(report: TaskReport) -> str:
-    """Return the indices of its devices, in a cluster after their node: `gpu-2:0, 1`."""
+    """Return the indices of a process's devices, in a cluster after their node: `gpu-2:0, 1`."""
     indices = ", ".join(str(device.index) for device in report.devices)
     return f"{escape(report.node)}:{indices}" if report.node else indices or "–"
 
 
 def _count_nodes(reports: Sequence[TaskReport]) -> int:
-    """Return how many nodes of a cluster the processes ran on; 0: there is no cluster."""
+    """Return the number of cluster nodes that processes ran on; 0: no cluster."""
     return len({report.node for report in reports} - {""})
 
 
@@ -595,9 +584,9 @@ def _device_words(report: TaskReport) -> str:
 
 
 def _unused_percent(reports: Sequence[TaskReport]) -> str:
-    """Return which part of the reserved memory was not used, over time."""
+    """Return the unused part of the reserved memory, over time."""
     wasted = sum(report.wasted_byte_seconds for report in reports)
-    # A process that died before its first line held its device longer than its report knows.
+    # A process that died before its first line held its device longer than its report shows.
     reserved = max(wasted, sum(report.reserved_byte_seconds for report in reports))
     return percent(wasted, reserved)
 

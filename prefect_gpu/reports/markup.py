@@ -1,7 +1,4 @@
-"""GitHub markdown that a user's text cannot break: escaped text, tables, images.
-
-It knows nothing of reports. Their text is in `markdown`, `advice` and `history`.
-"""
+"""Write GitHub markdown that a user's text cannot break: escaped text, tables, images. It knows nothing of reports."""
 
 from __future__ import annotations
 
@@ -12,23 +9,23 @@ from collections.abc import Sequence
 
 from prefect_gpu.reports.canvas import clean
 
-#: Characters of a name that are shown.
+#: Most characters of a name in text.
 NAME_LIMIT = 80
 
-#: Characters of a name that are kept. A task's name is an argument of its process, and a part of keys and messages.
+#: Most characters of a kept name. A task's name is an argument of its process, and a part of keys and messages.
 NAME_CHARS = 200
 
 #: Cells without a value.
 BLANKS = ("", "–")
 
-#: Characters with a meaning in the middle of a line. A user's text never starts a line. An underscore within a word has
-#: none, and the older UI shows the backslashes of a link's text.
+#: Characters with a meaning inside a line; a user's text never starts a line. An underscore within a word has none,
+#: and the older UI shows the backslashes of a link's text.
 _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-#: GitHub's markdown makes a link of these anywhere.
+#: GitHub's markdown turns these into links anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 
 
-#: Names of parameters whose values are not written, and texts that are not: addresses with a password, and the value of
+#: Names of parameters with secret values, and secret texts: addresses with a password, and the value of
 #: `Authorization:` in a request.
 _SECRET_NAME = re.compile(
     r"(?i)secret|token|pass(w|phrase|code)|_pass$|pwd|credential|cookie|bearer|jwt|auth|dsn$|"
@@ -38,7 +35,7 @@ _SECRET_TEXT = re.compile(r"://[^/\s]*@|(?i:^\s*(bearer|basic)\s)")
 
 
 def is_secret(name: str, text: str = "") -> bool:
-    """Return whether the value of a parameter is not to be written: by its name, or by its text."""
+    """Return whether a parameter's value must not be shown, judged by its name and its text."""
     return bool(_SECRET_NAME.search(name) or _SECRET_TEXT.search(text))
 
 
@@ -49,7 +46,7 @@ def clean_name(name: str) -> str:
 
 
 def escape(text: str, limit: int = NAME_LIMIT) -> str:
-    """Return a user's text as one line without markup or links, for a paragraph or a table cell."""
+    """Return a user's text as one line for a paragraph or a table cell, without markup or links."""
     line = clean(text)
     if len(line) > limit:
         line = line[: limit - 1] + "…"
@@ -60,24 +57,21 @@ def escape(text: str, limit: int = NAME_LIMIT) -> str:
 
 
 def image(alt: str, svg: str) -> str:
-    """Return a chart as a markdown image that contains its data.
+    """Return a chart as a markdown image with its data inside.
 
-    Prefect's UIs remove inline `<svg>`, `style` and `class`, and show an image given as a `data:` URI
-    (Prefect 3.8.8).
+    Prefect's UIs remove inline `<svg>`, `style` and `class`, but show an image with a `data:` URI (Prefect 3.8.8).
     """
     data = base64.b64encode(svg.encode()).decode("ascii")
     return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Return a table.
-
-    A column without values is left out.
+    """Return a table, without columns that have no values.
 
     Args:
         heads: Titles of the columns.
-        rows: Cells. Those with a user's text must be escaped.
-        right: Indices of the columns that are aligned to the right.
+        rows: Cells. A user's text in them must be escaped.
+        right: Indices of right-aligned columns.
     """
     aligned = ["--:" if column in right else "---" for column in range(len(heads))]
     kept = [
@@ -88,35 +82,24 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
 
 
 def notice(text: str) -> str:
-    """Return a paragraph that catches the eye.
+    """Return a highlighted paragraph from markdown on one line, in which a user's text must be escaped.
 
     Not a block quote: the v2 UI puts quotation marks around it (Prefect 3.8.8).
-
-    Args:
-        text: Markdown on one line. A user's text in it must be escaped.
     """
     return f"⚠️ {text}"
 
 
 def preformatted(text: str) -> str:
-    """Return text of several lines as it is, as one block of HTML.
-
-    Args:
-        text: Any text. Its blank lines are left out, since one would end the block.
-    """
+    """Return text of several lines unchanged, as one HTML block, without blank lines, which would end the block."""
     lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
     body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
     return f"<pre>\n{body}\n</pre>"
 
 
 def folded(title: str, text: str) -> str:
-    """Return text as `preformatted` does, which a click on its title opens.
+    """Return text as `preformatted` does, folded under a plain title, which must not be a user's.
 
     It is one block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
-
-    Args:
-        title: Without markup, and not a user's.
-        text: Any text.
     """
     return f"<details>\n<summary>{title}</summary>\n{preformatted(text)}\n</details>"
 

@@ -1,7 +1,6 @@
-"""The values of a report: one `TaskReport` for each process that was started.
+"""The values of a report: one `TaskReport` for each started process, its published form, its `PastRun` in a history.
 
-It covers their published form (`metadata`, `read_metadata`) and what a history keeps of them (`past_run`). How a report is
-drawn is in `timeline` and `markdown`, how it reaches Prefect in `publish`.
+Charts and text are in `timeline` and `markdown`; `publish` sends reports to Prefect.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device, DeviceKind
 
-#: Version of the metadata's meaning; rises when a field changes its meaning.
+#: Version of the metadata. It rises when a field changes its meaning.
 SCHEMA = 1
 
 #: Words for the cause of an out-of-memory error (`scheduling.ladder.Cause`).
@@ -56,20 +55,20 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessPeak:
-    """The most that one process of a task, or all of them together, held of a device."""
+    """The peak memory on one device of one process of a task, or of all its processes together."""
 
     #: Index of the device, as in `Device.index`.
     device_index: int
-    #: `None`: all of them.
+    #: `None`: all processes together.
     pid: int | None
     peak_bytes: int
-    #: Of the task on this device.
+    #: Budget of the task on this device.
     budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a process ended. Decided by the engine's thread alone."""
+    """How a process ended. Only the engine's thread sets it."""
 
     outcome: Outcome
     #: The error on one line. Empty: there was none.
@@ -88,7 +87,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReport(Verdict):
-    """Everything that is known about one process of one task run."""
+    """All facts about one process of one task run."""
 
     task_name: str
     task_key: str
@@ -97,7 +96,7 @@ class TaskReport(Verdict):
     flow_run_id: UUID | None
     #: Process id of the child. `None`: it could not be started.
     pid: int | None
-    #: In the order that the task asked for.
+    #: In the order of the request.
     devices: tuple[Device, ...]
     #: Frameworks that the child used, comma-separated; "none".
     framework: str
@@ -106,17 +105,16 @@ class TaskReport(Verdict):
     #: Bytes reserved on each device; the smallest if devices differ.
     budget_bytes: int
     budget_source: BudgetSource
-    #: Most bytes that the devices showed for the process, all devices together.
+    #: Peak bytes of the process as its devices showed them, all devices together.
     peak_process_bytes: int
-    #: Most bytes that the frameworks had allocated, and held with their caches. `None`: unknown.
+    #: Peak bytes that the frameworks had allocated, and that they held with their caches. `None`: unknown.
     peak_live_bytes: int | None
     peak_reserved_bytes: int | None
-    #: Bytes of the contexts, which no framework counts, all devices together.
+    #: Bytes of the CUDA contexts, which no framework counts, all devices together.
     context_bytes: int
     #: Bytes that stayed in use after the process ended. `None`: cannot be measured here.
     leaked_bytes: int | None
-    #: Seconds from the request to the placement, from there to the first line of the body, and of the
-    #: body.
+    #: Seconds from request to placement, from placement to the body's first line, and of the body.
     queued_s: float
     start_s: float
     run_s: float
@@ -124,88 +122,88 @@ class TaskReport(Verdict):
     placed_at: float
     #: In order of time; `at_s` counts from the placement.
     samples: tuple[Sample, ...]
-    #: Where `peak_process_bytes` comes from.
+    #: Source of `peak_process_bytes`.
     source: Source
     marks: tuple[Mark, ...] = ()
-    #: Memory reserved and not used, over time, in byte-seconds.
+    #: Reserved memory that was not used, over time, in byte-seconds.
     wasted_byte_seconds: float = 0.0
-    #: Readings taken before neighbours in `samples` were merged. 0: none was merged.
+    #: Readings before neighbours in `samples` were merged. 0: none was merged.
     sample_count: int = 0
     #: Most bytes that a framework could allocate on each device. `None`: no cap.
     cap_bytes: int | None = None
-    #: Measurements of its steps. `None`: it gave no evidence of steps.
+    #: Measurements of training steps. `None`: no steps were seen.
     steps: StepFacts | None = None
-    #: Digest of its `gpu:learn_by` values: each has a history of its own. Empty: none are named.
+    #: Digest of the `gpu:learn_by` values, which selects the history. Empty: none are named.
     history_key: str = ""
-    #: Of the task's function, as its history has it. Empty: not known.
+    #: Qualified name of the task's function, as in the history. Empty: not known.
     qualified_name: str = ""
-    #: Name of the flow that its task was submitted in, as its history has it. `None`: in none.
+    #: Name of the flow in which the task was submitted, as in the history. `None`: no flow.
     flow_name: str | None = None
-    #: What its task asked for beside memory: a place in the order, and its devices for itself.
+    #: Priority and exclusive use of devices, as requested.
     priority: int = 0
     exclusive: bool = False
-    #: Names of the tasks, of all flows of the machine, that were on its devices meanwhile. Up to 20.
+    #: Names of up to 20 tasks, of all flows of the machine, that ran on its devices meanwhile.
     shared_with: tuple[str, ...] = ()
-    #: After an out-of-memory, the framework's own summary of its memory. Empty: it has none.
+    #: The framework's own memory summary after an out-of-memory. Empty: there is none.
     memory_summary: str = ""
-    #: The file with its memory snapshot. Empty: none was written.
+    #: Path of the memory snapshot. Empty: none was written.
     snapshot_path: str = ""
-    #: Most bytes that its task could be given of each of its devices, on the largest ones: what the driver and the
-    #: headroom leave. `None`: not known.
+    #: Largest possible budget of its task on each device, on the largest devices: the device less driver and headroom.
+    #: `None`: not known.
     capacity_bytes: int | None = None
-    #: `False`: the frameworks' counters could not be read to the end (the body destroyed its context). What they
-    #: say is then too little to learn from.
+    #: `False`: the body destroyed its context before the last reading of the counters, which are then too low to learn
+    #: from.
     counted_out: bool = True
-    #: By device, all processes first and then each, the largest first. Empty: one process on one device.
+    #: Per device: all processes together, then each process by size. Empty: one process on one device.
     processes: tuple[ProcessPeak, ...] = ()
-    #: Bytes reserved on each device, in their order. Empty: `budget_bytes` on each.
+    #: Bytes reserved on each device, in device order. Empty: `budget_bytes` on each.
     budgets_bytes: tuple[int, ...] = ()
-    #: Most bytes that each device showed for the process, in their order. Empty: not known.
+    #: Peak bytes of the process on each device, in device order. Empty: not known.
     device_peaks_bytes: tuple[int, ...] = ()
-    #: Its `gpu:learn_by` values in words (`batch_size=32`). Empty: none are named.
+    #: The `gpu:learn_by` values in words (`batch_size=32`). Empty: none are named.
     learn_by: str = ""
-    #: What the body has reported of its results, by name (`report_metric`).
+    #: Results that the body reported with `report_metric`, by name.
     metrics: tuple[tuple[str, float], ...] = ()
-    #: Bytes of the allocation that was refused when memory ran out. `None`: there was none, or it is not known.
+    #: Bytes of the allocation that failed when memory ran out. `None`: no out-of-memory, or not known.
     refused_bytes: int | None = None
-    #: When it did not run because its memory was on the host. `run_s` is without it.
+    #: Times in which its memory was on the host. `run_s` does not count them.
     suspensions: tuple[Suspension, ...] = ()
 
     @property
     def suspended_s(self) -> float:
-        """Seconds for which its memory was on the host, the moves included."""
+        """Seconds in which the process's memory was on the host, moves included."""
         return sum(each.seconds for each in self.suspensions)
 
     @property
     def node(self) -> str:
-        """Name of the node of a cluster that all its devices are in; empty: there is no cluster."""
+        """Cluster node of all the process's devices; empty: there is no cluster."""
         return self.devices[0].node if self.devices else ""
 
     @property
     def device_kind(self) -> DeviceKind:
-        """Kind of the devices that its memory was measured on."""
+        """Kind of the devices on which the memory was measured."""
         return "nvml" if self.source == "framework" else self.source
 
     @property
     def most_bytes(self) -> int | None:
-        """Most bytes that a device could give to its task, as far as the report knows; `None`: it has no device."""
+        """Largest possible budget on one device, as far as the report knows; `None`: the process has no device."""
         if self.capacity_bytes is not None:
             return self.capacity_bytes
         return max((device.total_bytes for device in self.devices), default=None)
 
     @property
     def budget_total_bytes(self) -> int:
-        """Bytes reserved on all its devices together."""
+        """Bytes reserved on all devices of the process together."""
         return sum(self.budgets_bytes) or self.budget_bytes * max(1, len(self.devices))
 
     def budget_on(self, device: Device) -> int:
-        """Return the bytes reserved on one of its devices."""
+        """Return the bytes reserved on one device of the process."""
         if not self.budgets_bytes:
             return self.budget_bytes
         return self.budgets_bytes[self.devices.index(device)]
 
     def share_on(self, device: Device) -> float:
-        """Return which fraction of its memory one of its devices holds, by their peaks."""
+        """Return the fraction of the process's memory on one device, by the peaks of its devices."""
         whole = sum(self.device_peaks_bytes)
         if not whole:
             return 1 / len(self.devices)
@@ -213,7 +211,7 @@ class TaskReport(Verdict):
 
     @property
     def held_s(self) -> float:
-        """Seconds for which it held its reservation, as far as the report knows."""
+        """Seconds for which the process held its reservation, as far as the report knows."""
         last_s = self.samples[-1].at_s if self.samples else 0.0
         return max(self.start_s + self.run_s + self.suspended_s, last_s)
 
@@ -223,10 +221,9 @@ class TaskReport(Verdict):
         return self.budget_total_bytes * self.held_s
 
     def compact(self) -> TaskReport:
-        """Return a copy of a few kilobytes, of which a flow's report can keep thousands.
+        """Return a copy of a few kilobytes: a flow's report may keep thousands of them.
 
-        Its samples are merged into a coarse outline. It has no marks, no table of processes, no memory summary and
-        no stderr. Other fields are unchanged.
+        Its samples are merged into a coarse outline; marks, process table, memory summary and stderr are dropped.
         """
         return replace(
             self,
@@ -248,14 +245,14 @@ class TaskReport(Verdict):
 
 
 class Kind(NamedTuple):
-    """How a figure is written as text, and read from it."""
+    """How a figure is written as text and read back."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
 
 
 def _or(word: str, absent: object, kind: Kind) -> Kind:
-    """Return a kind with a word for the value that stands for an absent one."""
+    """Return a kind that writes a word in place of the value `absent`."""
     return Kind(
         lambda value: word if value == absent else kind.write(value),
         lambda text: absent if text == word else kind.read(text),
@@ -268,7 +265,7 @@ FLAG = Kind(str, lambda text: text == "True")
 WORD = _or("none", "", TEXT)
 #: Bytes of one device. `None`: not known, or there is no limit.
 SIZE, LIMIT = _or("unknown", None, NUMBER), _or("none", None, NUMBER)
-#: Bytes of all devices of a process together. A history keeps an equal share of them, rounded up.
+#: Bytes on all devices together. A history keeps an equal share per device, rounded up.
 TOTAL = _or("unknown", None, NUMBER)
 #: One value for each device.
 TEXTS = Kind(",".join, lambda text: [each for each in text.split(",") if each])
@@ -276,21 +273,21 @@ SIZES = Kind(lambda sizes: ",".join(map(str, sizes)), lambda text: [*map(int, TE
 
 
 class Figure(NamedTuple):
-    """A row of the table of figures: how a fact of a report is published, and what its history keeps of it."""
+    """A row of the table of figures: a fact of a report, its published form and its field in the history."""
 
     #: Name in the published metadata.
     name: str
     kind: Kind
-    #: The field of `TaskReport`, `steps.NAME` for one of its `StepFacts`; empty: the field has the name of the figure. A
-    #: function computes the figure instead, and is not read back.
+    #: A field of `TaskReport`, or `steps.NAME` for a field of `StepFacts`; empty: the field named as the figure. A
+    #: function computes the figure, which is then not read back.
     source: str | Callable[[TaskReport], object] = ""
-    #: The field of `PastRun`. Empty: the history does not keep it.
+    #: The field of `PastRun`. Empty: the history does not keep the figure.
     history: str = ""
-    #: It is not published where there is no value.
+    #: The figure is left out if it has no value.
     optional: bool = False
 
     def value(self, report: TaskReport) -> Any:
-        """Return the value of a report. `None`: it has none."""
+        """Return the figure of a report. `None`: it has no value."""
         if not isinstance(self.source, str):
             return self.source(report)
         steps, _, name = (self.source or self.name).rpartition(".")
@@ -298,8 +295,8 @@ class Figure(NamedTuple):
         return None if owner is None else getattr(owner, name)
 
 
-#: All figures of a report, in their published order. `TaskReport.metadata`, `figure_values`, `read_metadata` and `past_run` follow
-#: from it.
+#: All figures in their published order: the base of `TaskReport.metadata`, `figure_values`, `read_metadata` and
+#: `past_run`.
 FIGURES = (
     Figure("schema", NUMBER, lambda report: SCHEMA),
     Figure("task_key", TEXT),
@@ -349,7 +346,7 @@ _KINDS = {figure.name: figure.kind for figure in FIGURES}
 
 
 def figure_values(figures: Mapping[str, str]) -> dict[str, object]:
-    """Return published figures as values for JSON: numbers, booleans, lists, words; `None`: not known, or there is none."""
+    """Return published figures as JSON values: numbers, booleans, lists, words; `None`: unknown or absent."""
     return {name: _value(_KINDS.get(name), text) for name, text in figures.items()}
 
 
@@ -364,7 +361,7 @@ def _value(kind: Kind | None, text: str) -> object:
     for number_of in (int, float):
         with contextlib.suppress(ValueError):
             number = number_of(text)
-            # JSON has no other numbers.
+            # JSON has no infinity and no NaN.
             return number if math.isfinite(number) else text
     return text
 
@@ -372,18 +369,18 @@ def _value(kind: Kind | None, text: str) -> object:
 def read_metadata(
     figures: Mapping[str, str], task_run_id: UUID, flow_run_id: UUID | None, task_run_name: str = ""
 ) -> TaskReport:
-    """Return a report of what was published: what advice, and a replay of its flow run, need of it.
+    """Return a report from its published figures, complete enough for advice and for a replay of its flow run.
 
-    It has no samples but one at its end, no marks, and none of the texts.
+    The report has one sample, at its end, and no marks or texts.
 
     Args:
         figures: As `TaskReport.metadata` returned them.
         task_run_id: Of the artifact.
         flow_run_id: Of the artifact.
-        task_run_name: As Prefect has it.
+        task_run_name: Of the task run in Prefect.
 
     Raises:
-        ValueError: A figure is missing, or cannot be read.
+        ValueError: A figure is missing or unreadable.
     """
     if figures.get("schema") != str(SCHEMA):
         raise ValueError(f"the figures of a report have schema {figures.get('schema')!r}")
@@ -431,10 +428,10 @@ class UnstartedRun:
 
 
 def past_run(report: TaskReport) -> PastRun:
-    """Return what the history of a task keeps of a process.
+    """Return the entry of a task's history for a process.
 
-    A report sums what was measured over all devices and a history is about one device. Each device of
-    several is counted with an equal share, rounded up.
+    A report sums over all devices, a history is about one: each of several devices counts with an equal share, rounded
+    up.
     """
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
@@ -442,7 +439,7 @@ def past_run(report: TaskReport) -> PastRun:
     steps = report.steps
     if steps and not steps.alike:
         steps = replace(steps, steady_live_bytes=None)
-    # What a probe was given beside others says nothing of what it needs.
+    # The budget of a probe that shared its device does not show what the task needs.
     shared_probe = report.budget_source == "probe" and report.cap_bytes is not None
     known = replace(
         report,
@@ -459,7 +456,7 @@ def past_run(report: TaskReport) -> PastRun:
         if value is not None
     }
     if not report.peak_process_bytes and report.source == "framework":
-        # Neither the device nor a framework has measured its memory.
+        # Neither the device nor a framework measured its memory.
         del kept["process_bytes"]
     return PastRun(
         ended_at=report.placed_at + report.held_s, task_run_id=str(report.task_run_id), **kept

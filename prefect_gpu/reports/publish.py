@@ -1,7 +1,7 @@
 """Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers the keys of artifacts, the API calls, the thread that makes them, and the folder for reports that the API
-does not take. Text and numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
+It covers artifact keys, the API calls, their thread, and the folder for reports that the API does not take. Text and
+numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
 """
 
 from __future__ import annotations
@@ -48,36 +48,35 @@ TASK_PREFIX = "gpu-memory"
 FLOW_PREFIX = "gpu-flow"
 PROGRESS_PREFIX = "gpu-progress"
 
-#: Seconds between two calls that publish a flow's progress, and after one that has failed. A flow that is over before the
-#: first has no such artifact.
+#: Seconds between two calls for a flow's progress, also after a failed one. A shorter flow has no progress artifact.
 PROGRESS_S = 5.0
 PROGRESS_FAILED_S = 60.0
 
-#: Characters of a key at most, so that the URL of an artifact stays short.
+#: Most characters of a key, so that the URL of an artifact stays short.
 KEY_LIMIT = 100
 
-#: Reports that may wait to be published. More wait only if the API hangs.
+#: Most reports that wait to be published. More wait only if the API hangs.
 WAITING_LIMIT = 1000
 
-#: Seconds between a failed call and the next one. They double up to the second number while all calls fail.
+#: First and longest pause in seconds after a failed call. The pause doubles while all calls fail.
 RETRY_DELAYS_S = (0.5, 8.0)
 
-#: Calls for one report that the API may answer with an error of its own, or not in time. It may have created the
-#: artifact all the same, so more calls could create many.
+#: Calls for one report after a timeout or an error of the API's own. The API may have created the artifact all the
+#: same, so more calls could create many.
 TRIES = 3
 
-#: Seconds that one request may take. Prefect's default of 60 is too long at the end of a flow.
+#: Seconds for one request. Prefect's default of 60 is too long at the end of a flow.
 REQUEST_TIMEOUT_S = 15.0
 
-#: Seconds at most for which the API may ask not to be called again.
+#: Longest pause in seconds that the API may ask for.
 LONGEST_WAIT_S = 300.0
 
-#: Characters of a metadata value that the API accepts.
+#: Most characters of a metadata value that the API accepts.
 _VALUE_LIMIT = 500
 
 
 def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
-    """Return settings under which one call of the API takes at most `timeout_s` and is not retried."""
+    """Return settings under which one API call takes at most `timeout_s` seconds and is not retried."""
     # `copy_with_update` would read all settings again: 20 ms of CPU, twice for each flow.
     settings = of.settings
     client = settings.client.model_copy(update={"max_retries": 0})
@@ -87,15 +86,14 @@ def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
     return SettingsContext.model_construct(profile=of.profile, settings=settings)
 
 
-# Each call of slugify searches `sys.path` for a package that is not installed, which takes 0.3 ms.
+# Cached: slugify searches `sys.path` for a package that is not installed, 0.3 ms a call.
 @functools.lru_cache(256)
 def artifact_key(prefix: str, name: str) -> str:
     """Return an artifact's key: lower-case letters, digits and single dashes, never empty.
 
     Args:
         prefix: Kind of artifact, as in `gpu-memory`.
-        name: Any text. Other scripts are transliterated. A name that is too long, or that cannot be
-            transliterated, gets a digest.
+        name: Any text. Other scripts are transliterated. A digest replaces what is too long or has no transliteration.
     """
     front = slugify(prefix)
     slug = slugify(name)
@@ -107,12 +105,7 @@ def artifact_key(prefix: str, name: str) -> str:
 
 
 def task_artifact(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> ArtifactCreate:
-    """Return the artifact of one process, on its task run.
-
-    Args:
-        report: Of the process.
-        earlier: Of the processes that the task run had before it; compact ones are enough.
-    """
+    """Return the artifact of one process; `earlier` has the (compact) reports of its predecessors in the task run."""
     return ArtifactCreate(
         key=artifact_key(TASK_PREFIX, report.task_name),
         type="markdown",
@@ -136,8 +129,8 @@ def flow_artifact(
     Args:
         reports: One for each process; compact ones are enough.
         unstarted: Task runs that never got a process.
-        flow_name: Names the artifact.
-        flow_run_id: The run whose page shows it. `None`: no run.
+        flow_name: Part of the artifact's key.
+        flow_run_id: The flow run that shows the artifact. `None`: no flow run.
     """
     return ArtifactCreate(
         key=artifact_key(FLOW_PREFIX, flow_name),
@@ -150,12 +143,12 @@ def flow_artifact(
 
 
 class ProgressArtifact:
-    """The progress of one flow run, as an artifact that its page lists. For one thread at a time.
+    """The artifact with the progress of one flow run. For one thread at a time.
 
     Args:
-        read: Returns how far the flow is.
-        flow_name: Names the artifact.
-        flow_run_id: The run whose page shows it.
+        read: Returns the counts of task runs.
+        flow_name: Part of the artifact's key.
+        flow_run_id: The flow run that shows the artifact.
     """
 
     def __init__(
@@ -164,13 +157,13 @@ class ProgressArtifact:
         self._read = read
         self._key = artifact_key(PROGRESS_PREFIX, flow_name)
         self._flow_run_id = flow_run_id
-        #: `None`: it was not created.
+        #: Id of the artifact; `None`: not created yet.
         self.id: UUID | None = None
-        #: What it says.
+        #: Last published progress.
         self._said: tuple[float, str] | None = None
 
     def publish(self, client: SyncPrefectClient) -> None:
-        """Create it, or change it where there is news."""
+        """Create the artifact, or update it if the progress has changed."""
         counts = self._read()
         said = counts.percent, progress_words(counts)
         if said == self._said:
@@ -186,8 +179,8 @@ class ProgressArtifact:
             )
             self.id = client.create_artifact(artifact).id
         else:
-            # Not `update_artifact`, which emits an event for each change. At the end of a program Prefect waits for
-            # those that are not sent, with a warning (3.8.8).
+            # Not `update_artifact`: it emits an event each time, and at the end of a program Prefect waits for unsent
+            # events, with a warning (3.8.8).
             client.request(
                 "PATCH",
                 "/artifacts/{id}",
@@ -198,42 +191,41 @@ class ProgressArtifact:
 
 
 def _task_run_url(task_run_id: UUID) -> str | None:
-    """Return the address of a task run's page; `None`: no address of a UI is known."""
+    """Return the address of a task run's page; `None`: Prefect has no address of a UI."""
     return url_for("task-run", task_run_id)
 
 
 def cut_values(metadata: dict[str, str]) -> dict[str, str]:
-    """Return metadata with its values cut to what Prefect accepts."""
+    """Return metadata with values cut to the length that Prefect accepts."""
     return {key: value[:_VALUE_LIMIT] for key, value in metadata.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One thing for the publisher's thread to do."""
+    """One call for the publisher's thread."""
 
-    #: Publishes it. It may be called again after a failure.
+    #: Publishes something. Called again after a failure.
     call: Callable[[SyncPrefectClient], object]
-    #: Jobs of one series replace each other while they wait. `None`: of no series.
+    #: Waiting jobs of one series replace each other. `None`: no series.
     series: Hashable = None
-    #: Makes the artifact whose text is written to a file if it cannot be published. `None`: it is dropped then.
+    #: Makes the artifact whose text goes to a file if the call is given up. `None`: the job is dropped.
     artifact: Callable[[], ArtifactCreate] | None = None
     #: Failed calls that the API may have carried out.
     tries: int = 0
-    #: It is made once, after all others, and dropped without a word if it fails.
+    #: Tried once, after all other jobs, and dropped silently if the call fails.
     optional: bool = False
 
 
 class Publisher:
     """Publishes reports from one daemon thread, so that no task waits for the API.
 
-    Any thread may call any method, and no method raises because of the API. While the API is away, reports wait, and
-    are published in their order once it is back. A report that the API refuses, or that still waits when the
-    publisher is closed, is written to a file. `close` logs one warning, which names the folder.
+    Any thread may call any method, and no method raises because of the API. While the API is away, reports wait and
+    keep their order. A report that the API refuses, or that still waits when the publisher is closed, is written to a
+    file. `close` logs one warning, which names the folder.
 
     Args:
-        lend: Returns a client for the flow's API, for use in a `with` block. It is called for each
-            try, in the publisher's thread, under the settings that were active when the publisher was
-            created.
+        lend: Returns a client for the flow's API, for use in a `with` block. Called for each try, in the publisher's
+            thread, under the settings that were active when the publisher was created.
         logger: Gets the warning; Prefect's `prefect.gpu` by default.
         retry_delays_s: See `RETRY_DELAYS_S`.
     """
@@ -248,34 +240,34 @@ class Publisher:
         self._lend = lend
         self._logger = logger or get_logger("gpu")
         self._first_delay_s, self._most_delay_s = retry_delays_s
-        # A thread starts without Prefect's context variables. Without the flow's settings
-        # `create_artifact` would start a temporary server to emit its event.
+        # A new thread has no Prefect context. Without the flow's settings `create_artifact` would start a temporary
+        # server to emit its event.
         self._settings = get_settings_context()
-        #: Guards everything below; notified when a job is added or done, and when the publisher is closed.
+        #: Guards everything below; notified when a job is added or done, and on `close`.
         self._changed = threading.Condition()
-        #: Oldest first; the one that is being done is not among them.
+        #: Waiting jobs, oldest first, without the current job.
         self._waiting: deque[Job] = deque()
-        #: The one that is being done.
+        #: The job of the call in progress.
         self._current: Job | None = None
         self._thread: threading.Thread | None = None
-        #: No call is made before this time of the monotonic clock.
+        #: Monotonic seconds of the earliest next call.
         self._next_call_s = 0.0
-        #: Seconds waited after the last call, if it failed; 0: it did not.
+        #: Pause in seconds after the last call; 0: the call succeeded.
         self._delay_s = 0.0
         #: `None`: no progress is published.
         self._progress: ProgressArtifact | None = None
-        #: Monotonic seconds of its next call.
+        #: Monotonic seconds of the next progress call.
         self._progress_s = 0.0
-        #: Nothing more is published than what waits.
+        #: Only waiting jobs are still published.
         self._closed = False
-        #: Nothing more is published.
+        #: Nothing is published any more.
         self._ended = False
-        #: Reports that were written to files of `folder`, and those that were given up.
+        #: Number of reports written to files in `folder`, and of reports that were lost.
         self.saved = 0
         self.lost = 0
-        #: Where reports are written that cannot be published; `None`: none was yet.
+        #: Folder of unpublished reports; `None`: none was written yet.
         self.folder: Path | None = None
-        #: The artifact of `publish_flow`, once the API has created it.
+        #: Id of the artifact of `publish_flow`, once the API has created it.
         self.flow_report_id: UUID | None = None
         self._last_error = ""
         self._warned = False
@@ -303,7 +295,7 @@ class Publisher:
         self._put(Job(create, artifact=make))
 
     def show_progress(self, progress: ProgressArtifact) -> None:
-        """Publish a flow's progress from now on, every few seconds in which nothing else waits; return at once."""
+        """Publish a flow's progress every few seconds in which no other job waits; return at once."""
         with self._changed:
             if self._progress is None and not self._closed:
                 self._progress = progress
@@ -314,14 +306,12 @@ class Publisher:
     def put(
         self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
     ) -> None:
-        """Make any other call that publishes one thing; return at once.
-
-        The call may be repeated after a failure. If it is given up, it counts as a lost report.
+        """Queue another call that publishes something; return at once. A call that is given up counts as a lost report.
 
         Args:
-            call: Publishes it.
-            series: Jobs of one series replace each other while they wait. `None`: of no series.
-            most: Jobs of the series that may wait, from 1. Older ones are dropped, and are not lost.
+            call: Publishes it. Repeated after a failure.
+            series: Waiting jobs of one series replace each other. `None`: no series.
+            most: Most waiting jobs of the series, from 1. Older ones are dropped and do not count as lost.
         """
         self._put(Job(call, series), most)
 
@@ -345,28 +335,28 @@ class Publisher:
             self._start()
 
     def _start(self) -> None:
-        """Start the thread if there is none, with the lock held."""
+        """Start the thread if there is none. The lock is held."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-publisher")
             except CapacityError as error:
-                # The next report tries again.
+                # The next report tries to start the thread again.
                 self._last_error = str(error)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Publish what waits and end the thread; after `timeout_s` write what is left to files, with one warning.
+        """Publish waiting jobs and end the thread; after `timeout_s` seconds write the rest to files, with one warning.
 
-        Interrupted by Ctrl-C or a signal, it leaves the thread publishing: call it again to wait for it, or `end`.
+        If Ctrl-C or a signal interrupts it, the thread continues: call `close` again to wait, or `end`.
         """
         with self._changed:
             progress = self._progress
             if not self._closed and progress is not None and progress.id is not None:
-                # How the flow has ended.
+                # The last progress shows how the flow has ended.
                 self._waiting.append(Job(progress.publish, optional=True))
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
-            # Not `Thread.join`: before Python 3.13 an interrupted one takes the thread for ended.
+            # Not `Thread.join`: before Python 3.13 an interrupted `join` marks the thread as ended.
             if thread is None or not self._changed.wait_for(self._is_done, timeout_s):
                 self.end(f"the API took longer than {timeout_s:g}s")
                 return
@@ -377,11 +367,7 @@ class Publisher:
         return self._current is None and not self._waiting
 
     def end(self, reason: str) -> None:
-        """End the thread and write what waits to files, with one warning. Without effect the second time.
-
-        Args:
-            reason: Why, for the warning.
-        """
+        """End the thread and write waiting reports to files, with one warning that has the `reason`. Idempotent."""
         with self._changed:
             self._ended = self._closed = True
             self._changed.notify_all()
@@ -408,7 +394,7 @@ class Publisher:
         with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
             while (job := self._next()) is not None:
                 self._take_answer(job, self._try(job))
-                # It holds its report, which must not stay alive until the next one comes.
+                # The job's report must not stay alive until the next job.
                 del job
 
     def _next(self) -> Job | None:
@@ -418,7 +404,7 @@ class Publisher:
                 wait_s = None
                 if self._waiting:
                     if self._waiting[0].optional and self._delay_s:
-                        # The API is away.
+                        # No call for an optional job while the API is away.
                         self._waiting.popleft()
                         self._changed.notify_all()
                         continue
@@ -440,7 +426,7 @@ class Publisher:
             with self._lend() as client:
                 job.call(client)
         except Exception as error:  # noqa: BLE001
-            # Process boundary: the API, or a report that cannot be drawn, must not fail the flow.
+            # Process boundary: the API, or an error in drawing a report, must not fail the flow.
             return error
         return None
 
@@ -469,7 +455,7 @@ class Publisher:
             self._next_call_s = time.monotonic() + max(self._delay_s, read_retry_after(error))
 
     def _give_up(self, job: Job, reason: str) -> None:
-        """Write what is not published to a file, or count it as lost. Called with the lock held."""
+        """Write an unpublished report to a file, or count it as lost. The lock is held."""
         if job.optional:
             return
         self._last_error = reason
@@ -479,7 +465,7 @@ class Publisher:
                 self.saved += 1
                 return
         except Exception as error:  # noqa: BLE001
-            # Process boundary: a full disk, or a report that cannot be drawn, must not fail the flow.
+            # Process boundary: a full disk, or an error in drawing a report, must not fail the flow.
             self._last_error = f"{reason}; {_first_line(error)}"
         self.lost += 1
 
@@ -507,7 +493,7 @@ def _first_line(error: Exception) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether another try could help: not if the API answered that it refuses."""
+    """Return whether another try could succeed: the API has not refused the call."""
     if isinstance(error, PrefectHTTPStatusError):
         status = error.response.status_code
         return status >= 500 or status in (408, 425, 429)
@@ -515,7 +501,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether a call cannot have been carried out: the API does not answer, or takes no calls now."""
+    """Return whether a call was certainly not carried out: the API does not answer, or takes no calls now."""
     if isinstance(error, PrefectHTTPStatusError):
         return error.response.status_code in (425, 429, 502, 503, 504)
     timeout = isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout))
@@ -523,11 +509,11 @@ def is_away(error: Exception) -> bool:
 
 
 def read_retry_after(error: Exception) -> float:
-    """Return the seconds for which the API asks not to be called again; 0: it does not say."""
+    """Return the pause in seconds that the API asks for; 0: none."""
     if not isinstance(error, PrefectHTTPStatusError):
         return 0.0
     try:
-        # The other form, a date, is not sent by Prefect.
+        # Prefect does not send the other form, a date.
         return min(max(float(error.response.headers.get("Retry-After", 0)), 0.0), LONGEST_WAIT_S)
     except ValueError:
         return 0.0

@@ -47,16 +47,16 @@ from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
 from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
 from prefect_gpu.units import format_seconds
 
-#: Characters of a flow run's parameters that a page shows.
+#: Most characters of a flow run's parameters on a page.
 _PARAMETERS_LIMIT = 500
 
-#: Things that one call of the API returns at most.
+#: Items in one answer of the API.
 _PAGE = 200
 
-#: A chart in markdown. It takes some ten thousand characters, and a terminal cannot show it.
+#: A chart in markdown: some ten thousand characters that a terminal cannot show.
 _IMAGE = re.compile(r"!\[[^\n]*\]\(data:[^)]*\)\n*")
 
-#: Nothing but what is in the page is loaded or run, whatever the reports contain.
+#: The page loads and runs nothing from elsewhere, whatever the reports contain.
 _SECURITY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 _STYLE = """
@@ -80,7 +80,7 @@ _START_SERVER = (
     "http://127.0.0.1:4200/api"
 )
 
-#: Pixels of a report in a notebook.
+#: Height of a report in a notebook, in pixels.
 _NOTEBOOK_HEIGHT = 640
 
 
@@ -91,7 +91,7 @@ class ProcessReport:
     #: Name and id of its task run; empty and `None`: it has none.
     task_run: str
     task_run_id: UUID | None
-    #: As in the UI, in GitHub markdown.
+    #: The report as in the UI, in GitHub markdown.
     markdown: str = field(repr=False)
     #: The same figures for programs: texts by name, sizes in bytes and times in seconds. See `docs/memory.md`.
     figures: Mapping[str, str]
@@ -99,11 +99,11 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """When a task run was submitted, and what it waited for then."""
+    """The submission of a task run, and its inputs."""
 
     #: Seconds since the epoch.
     submitted_at: float
-    #: Task runs whose results it takes, or that its `wait_for` names.
+    #: Task runs that are its inputs, or that its `wait_for` names.
     inputs: tuple[UUID, ...]
 
 
@@ -118,9 +118,9 @@ class FlowRunReport:
     #: The report of the whole, in GitHub markdown; empty: it is not published yet.
     markdown: str = field(repr=False)
     figures: Mapping[str, str]
-    #: In the order in which they were published.
+    #: In the order of publication.
     processes: tuple[ProcessReport, ...]
-    #: By task run, also of those without a gpu tag.
+    #: By task run, tasks without a gpu tag included.
     submissions: Mapping[UUID, Submission] = field(default_factory=dict, repr=False)
     #: Rows at the top of the page: words and values, as in "Started" and "2026-11-27 14:54:00 UTC, ran 6s".
     facts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
@@ -202,7 +202,7 @@ class FlowRunReport:
         return _IMAGE.sub("", self.markdown)
 
     def _repr_html_(self) -> str:
-        # A frame of its own: neither its style nor whatever is in it reaches the notebook.
+        # A frame isolates the notebook from the report's style and content.
         page = html.escape(self.to_html(), quote=True)
         return (
             f'<iframe sandbox srcdoc="{page}" style="width:100%;height:{_NOTEBOOK_HEIGHT}px;'
@@ -261,7 +261,7 @@ def _facts(flow_name: str, run: FlowRun) -> tuple[tuple[str, str], ...]:
 
 
 def _without_secrets(name: str, value: Any) -> Any:
-    """Return a parameter without the values that a report in other hands must not show."""
+    """Return a parameter's value without secrets: others may read the report."""
     if is_secret(name):
         return "(secret)"
     if isinstance(value, Mapping):
@@ -298,7 +298,7 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
         try:
             reports.append(_task_report(each["metadata_"] or {}, *ids))
         except ReportError as error:
-            # Its flow ran before an update.
+            # The flow ran under an older version.
             unreadable = error
     if not reports:
         names = ", ".join(run.name for run in runs)
@@ -320,13 +320,13 @@ def open_api() -> Iterator[SyncPrefectClient]:
             try:
                 client = stack.enter_context(get_client(sync_client=True))
             except (RuntimeError, ValueError) as error:
-                # Without PREFECT_API_URL: the temporary server is not up in time, or is not allowed.
+                # Without PREFECT_API_URL: the temporary server did not start in time, or is not allowed.
                 reason = str(error).rstrip(".")
                 raise ReportError(f"there is no Prefect API: {reason}; {_START_SERVER}") from error
             yield client
     except (httpx.HTTPError, PrefectHTTPStatusError, json.JSONDecodeError) as error:
         url = get_current_settings().api.url
-        # httpx adds where the status is explained.
+        # httpx appends a link that explains the status.
         reason = " ".join(str(error).split()).partition(" - For more information")[0]
         raise ReportError(
             f"Prefect's API at {url or 'a temporary server'} cannot be read: {type(error).__name__}: {reason}; "
@@ -335,14 +335,14 @@ def open_api() -> Iterator[SyncPrefectClient]:
 
 
 def correct_address(url: str | None) -> str | None:
-    """Return a hint on an address that cannot be that of Prefect's API; `None`: it can be."""
+    """Return a hint on a wrong address of Prefect's API; `None`: the address may be right."""
     if url is None or "api" in urlsplit(url).path.split("/"):
         return None
     return f"PREFECT_API_URL has no /api; did you mean {url.rstrip('/')}/api?"
 
 
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
-    """Return the last runs of a flow that have begun; none if no flow has that name."""
+    """Return a flow's last runs that have begun; none if no flow has that name."""
     return client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
         flow_run_filter=FlowRunFilter(
@@ -371,7 +371,7 @@ def _task_report(
 
 
 def _submission(task_run: Mapping[str, Any]) -> Submission:
-    # A task inside another one's body holds a place of its own: it does not wait for the end of that body.
+    # `__parents__` names the task whose body submitted this one: it does not wait for the end of that body.
     given = (inputs for name, inputs in task_run["task_inputs"].items() if name != "__parents__")
     ids = dict.fromkeys(
         UUID(each["id"]) for inputs in given for each in inputs if each["input_type"] == "task_run"
@@ -414,14 +414,7 @@ def _find(
 def _pages(
     client: SyncPrefectClient, what: str, flow_run_ids: Sequence[UUID], prefix: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield everything of one kind that belongs to flow runs, with one call for each page.
-
-    Args:
-        client: Of the API.
-        what: `artifacts` or `task_runs`.
-        flow_run_ids: Of the flow runs.
-        prefix: What an artifact's key begins with.
-    """
+    """Yield all `artifacts` or `task_runs` of flow runs, one call a page; `prefix` begins the keys of artifacts."""
     of_runs = FlowRunFilter(id=FlowRunFilterId(any_=[*flow_run_ids])).model_dump(mode="json")
     keys = {"artifacts": {"key": {"like_": f"{prefix}-"}}} if prefix else {}
     offset = 0
@@ -436,14 +429,14 @@ def _pages(
 
 
 def _cell(text: str) -> str:
-    """Return a cell of CSV: one line, and no formula, which a spreadsheet would run."""
+    """Return a CSV cell: one line, and no formula that a spreadsheet would run."""
     line = clean(text)
     return f"'{line}" if line.startswith(_FORMULA) and not _NUMBER.fullmatch(line) else line
 
 
 def _html(markdown: str) -> str:
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
-    # By itself it takes no SVG for an image.
+    # The default accepts no SVG as an image.
     renderer.validateLink = _any_link  # type: ignore[method-assign]
     return str(renderer.render(markdown))
 

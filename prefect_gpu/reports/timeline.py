@@ -1,7 +1,6 @@
-"""Memory over time as SVG: of one process, and of the devices of a flow run.
+"""Draw memory over time as SVG: of one process, and of the devices of a flow run. Pure.
 
-It covers drawing. What the numbers mean is explained by `markdown`; shapes and axes are in `canvas`. Both
-functions are pure: the same report gives the same image.
+`markdown` explains the numbers; shapes and axes are in `canvas`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Pixels. The column of Prefect's v2 UI has 580 in a window of 1280 and 800 in one of 1600. The text of
-#: a wider image would become too small to read.
+#: Width in pixels. The column of Prefect's v2 UI has 580 in a window of 1280 and 800 in one of 1600; the text of a
+#: wider image would be too small to read.
 WIDTH = 720
 
 PROCESS = "#3b82f6"
@@ -43,7 +42,7 @@ RESERVED = "#9333ea"
 REFUSED = "#dc2626"
 HELD = "#94a3b8"
 
-#: Chosen to differ with the common kinds of colour blindness too. Bars also name the outcome in words.
+#: Distinguishable with common colour blindness. Bars also name the outcome in words.
 OUTCOME_COLOURS: Mapping[Outcome, str] = {
     "completed": "#3b82f6",
     "failed": "#d97706",
@@ -53,30 +52,30 @@ OUTCOME_COLOURS: Mapping[Outcome, str] = {
     "cancelled": "#9ca3af",
 }
 
-#: Colours of phases, one for each name in the order of their first occurrence, then from the first again.
+#: Colours of phases, in the order of their names' first occurrence, repeated cyclically.
 PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 
-#: Devices that are drawn. If there are more, those are drawn that held most memory over time.
+#: Most devices that are drawn: those with most memory over time.
 LANE_LIMIT = 64
 
-#: Bars that are drawn for a device, and for all devices together. If there are more, the longest of each device are
-#: drawn. A bar takes some 500 bytes of the artifact.
+#: Most bars for one device and for all together; the longest of each device are drawn. A bar takes some 500 bytes of
+#: the artifact.
 GANTT_LIMIT = 1500
 BAR_LIMIT = 12_000
 
-#: Bars of a chart that have a title each, which only the image alone shows, not a page with the image.
+#: Most bars with a title, which shows only if the image is opened alone, not inside a page.
 TITLE_LIMIT = 200
 
-#: Seconds that a double of seconds since the epoch may be off, and the sum of two.
+#: Error in seconds of a double that holds seconds since the epoch, and of a sum of two.
 EPOCH_PRECISION_S = 1e-6
 
 #: The bytes of a point of a series.
 _amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
 
-#: A refused request ends at most this many times above all readings and the budget.
+#: Largest height of a refused request, as a multiple of all readings and the budget.
 _TALLEST_REQUEST = 1.5
 
-#: A budget this many times above all readings is written in words: to scale it would flatten them.
+#: A budget this many times above all readings is written in words: drawn to scale it would flatten them.
 _TALLEST_BUDGET = 3.0
 
 
@@ -88,7 +87,7 @@ def outline(
     Args:
         samples: In order of time.
         value: Returns the number to draw, or `None` to leave the sample out.
-        buckets: Number of stretches. Each has at most two points, its smallest and its largest value.
+        buckets: Number of stretches. Each has at most two points: its minimum and maximum.
     """
     points = [(s.at_s, v) for s in samples if (v := value(s)) is not None]
     if len(points) <= 2 * buckets:
@@ -131,13 +130,13 @@ def task_timeline_svg(report: TaskReport) -> str:
     highest = max(max([peak or 0, *map(_amount, line)]) for line, _, peak, _ in lines)
     off_scale = highest > 0 and budget > _TALLEST_BUDGET * highest
     top_bytes: float = max(highest, 0 if off_scale else budget, MIB)
-    # Room for the labels, but no tick above what the devices have.
+    # Room for labels, but no tick above the devices' memory.
     total = sum(device.total_bytes for device in report.devices)
     top_bytes = max(top_bytes, min(1.12 * top_bytes, total or 1.12 * top_bytes))
     refused = _refused(report)
     scale_bytes = top_bytes
     if refused is not None:
-        # The request may be any size: of a large one only the beginning is drawn.
+        # The request may be of any size: only the beginning of a large one is drawn.
         scale_bytes = max(top_bytes, min(1.05 * sum(refused), _TALLEST_REQUEST * top_bytes))
 
     def x_of(at_s: float) -> float:
@@ -174,7 +173,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         x = max(left, x - 13)
         canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
         words = f"refused: {format_bytes(request)}"
-        # Below the budget's line, whose own label is above it.
+        # Below the budget's line, which has its label above.
         y = min(y_of(held) + 16, bottom - 6)
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
@@ -211,7 +210,7 @@ def task_timeline_svg(report: TaskReport) -> str:
 
 
 def _suspension_words(each: Suspension) -> str:
-    """Return for how long and for what a process was suspended, and what was moved."""
+    """Return the time, reason and moved bytes of a suspension."""
     reason = f" for {each.reason}" if each.reason else ""
     return (
         f"suspended for {format_seconds(each.seconds)}{reason}, "
@@ -220,7 +219,7 @@ def _suspension_words(each: Suspension) -> str:
 
 
 def _refused(report: TaskReport) -> tuple[int, int] | None:
-    """Return what the process held when memory ran out, and the request that was refused."""
+    """Return the memory that the process held at its out-of-memory, and the refused request, in bytes."""
     if not report.refused_bytes:
         return None
     held = (s.process_bytes for s in reversed(report.samples) if s.process_bytes)
@@ -228,7 +227,7 @@ def _refused(report: TaskReport) -> tuple[int, int] | None:
 
 
 def _tints(marks: Sequence[Mark]) -> dict[str, str]:
-    """Return a colour for each name of a phase."""
+    """Return a colour for each phase name."""
     names = dict.fromkeys(mark.name for mark in marks if mark.duration_s is not None)
     return {name: PHASE_TINTS[i % len(PHASE_TINTS)] for i, name in enumerate(names)}
 
@@ -241,7 +240,7 @@ def _draw_marks(
     top: float,
     bottom: float,
 ) -> None:
-    """Draw phases as tinted stretches of the time axis, and other marks as lines with their names."""
+    """Draw phases as tinted stretches of the time axis, other marks as lines with names."""
     free_x = 0.0
     for mark in marks:
         x = x_of(mark.at_s)
@@ -252,7 +251,7 @@ def _draw_marks(
             canvas.rect(x, top - 5, width, 5, tints[mark.name], title=title)
             continue
         canvas.line([(x, top - 10), (x, bottom)], MUTED, dash="2 3")
-        # A name that would overlap the one before it is left out.
+        # A name that would overlap the previous one is left out.
         text = shorten(clean(mark.name), 170, 12)
         width = text_width(text, 12)
         begin_x = min(x - 4, WIDTH - 16 - width)
@@ -295,14 +294,14 @@ def _time_axis(
 
 
 def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -> str:
-    """Draw what ran on each device and when, with the memory of the device below its bars.
+    """Draw the processes on each device over time, with the memory of the device below their bars.
 
-    A bar is one process: as long as it held its reservation, filled up to the part of the reservation
-    that it used at its peak. Takes about 4 ms for 19 processes.
+    A bar is a process while it held its reservation, filled to the part that it used at its peak. Takes about 4 ms for
+    19 processes.
 
     Args:
         reports: One for each process.
-        numbers: Of the task run of each, as in the flow's table; empty: in the order of `reports`.
+        numbers: Row of each report's task run in the flow's table; empty: in the order of `reports`.
     """
     numbers = numbers or range(1, len(reports) + 1)
     numbered = [(i, r) for i, r in zip(numbers, reports, strict=True) if r.devices]
@@ -361,13 +360,13 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return what names are sorted by so that `gpu-2` comes before `gpu-10`."""
+    """Return a sort key of names by which `gpu-2` comes before `gpu-10`."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _left_out_words(devices: int, processes: int) -> str:
-    """Return what is not drawn; empty: all is."""
+    """Return the count of undrawn devices and processes as text; empty: all are drawn."""
     words = []
     if devices:
         words.append(
@@ -382,7 +381,7 @@ def _left_out_words(devices: int, processes: int) -> str:
 class _Bar:
     """One process on one device."""
 
-    #: Of the task run in the flow's table, from 1.
+    #: Number of the task run in the flow's table, from 1.
     number: int
     report: TaskReport
     #: Seconds from the first placement of the flow run.
@@ -404,7 +403,7 @@ class _Lane:
         self.device = device
         longest = heapq.nlargest(most, numbered, key=lambda item: item[1].held_s)
         self.bars: list[_Bar] = []
-        #: Seconds at which each track becomes free.
+        #: Time in seconds at which each track is free.
         free_s: list[float] = []
         for number, report in sorted(longest, key=lambda item: (item[1].placed_at, item[0])):
             at_s = report.placed_at - start
@@ -426,7 +425,7 @@ def _reserved(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
         # The next reservation may begin where this one ends.
         end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
         changes += [(bar.at_s, size), (end_s, -size)]
-    # Probes that share a device have caps that add up to more.
+    # The caps of probes that share a device add up to more.
     return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
 
 
@@ -435,9 +434,9 @@ def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
     for bar in bars:
         report = bar.report
         points = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
-        # A process that was too short for a reading counts with its peak.
+        # A process without a reading counts with its peak.
         points = points or [(0.0, report.peak_process_bytes)]
-        # Samples are about all devices of the process together.
+        # Samples cover all devices of the process together.
         share = report.share_on(device)
         before = 0
         for at_s, total in points:
@@ -445,8 +444,8 @@ def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
             changes.append((bar.at_s + at_s, size - before))
             before = size
         changes.append((max(bar.end_s, bar.at_s + points[-1][0]), -before))
-    # A point of a compact report is the largest of several readings. Those of two processes may be from
-    # different moments, so their sum is only a bound, and the device's memory is another.
+    # A point of a compact report is the largest of several readings. Points of two processes may be from different
+    # moments: their sum is only a bound, as is the device's memory.
     return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
 
 
@@ -490,7 +489,7 @@ def _draw_lane(
 
 
 def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
-    """Write what a device is at the left of its lane; in a cluster its node and index, on two lines if need be."""
+    """Write a device's name at the left of its lane; in a cluster node and index, on two lines if needed."""
     total = format_bytes(device.total_bytes)
     name = clean(device.name)
     if text_width(name, 12) > room:
@@ -504,7 +503,7 @@ def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
     label = clean(device.label)
     fit = next(n for n in range(len(label), 0, -1) if text_width(label[:n], 13) <= room)
     if len(label) > 2 * fit:
-        # Names of nodes differ at their ends, if anywhere.
+        # Names of nodes usually differ at their ends.
         label = f"{label[: fit - 1]}…{label[-fit:]}"
     for line in filter(None, (label[:fit], label[fit:])):
         canvas.text(20, y + 22, line, size=13, bold=True)
@@ -519,11 +518,11 @@ def _stairs(
     floor: float,
     scale: float,
 ) -> list[tuple[float, float]]:
-    """Return the outline of the area between a stepped line and its floor, with one step for each pixel at most."""
+    """Return the outline of the area under a stepped line, at most one step a pixel."""
     points = [(x_of(0), floor)]
     for at, group in itertools.groupby(levels, key=lambda level: round(x_of(level[0]))):
         steps = [size for _, size in group]
-        # The largest, so that no peak is lost; the next pixel begins with the last.
+        # The largest, which keeps all peaks; the next pixel begins with the last.
         for x, size in ((at, max(steps)), (at + 1, steps[-1])):
             y = floor - scale * max(0, size)
             if y != points[-1][1]:
@@ -555,7 +554,7 @@ def _draw_bar(
     for each in report.suspensions:
         share = width / max(report.held_s, 0.001)
         x_away, away = x + share * each.begun_s, max(1.0, share * each.seconds)
-        # On paper: its memory is not on the device.
+        # Background colour: its memory is not on the device.
         canvas.rect(x_away, y + 1, away, height - 2, PAPER)
         canvas.rect(
             x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=_suspension_words(each)

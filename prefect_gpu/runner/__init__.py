@@ -1,5 +1,5 @@
-"""One submitted task, from `submit` to its final state, and Prefect's engine on the parent's side.
+"""One submitted task, from `submit` to its final state.
 
-What a task is given, which processes it gets and what becomes of each. The devices are handed out by
-`broker`, the processes are started by `processes`. Only `task_runner`, `cli` and `testing` import this.
+It decides the budget of a task, runs its processes and evaluates their ends. `broker` reserves devices, `processes`
+starts processes. Only `task_runner`, `cli` and `testing` import this folder.
 """

@@ -1,7 +1,7 @@
-"""A task runner between its enter and its exit: its threads, its tasks' processes, its reports.
+"""A task runner between enter and exit: its threads, its tasks' processes, its reports.
 
-Prefect's contract of a task runner is in `task_runner`, one submitted task in `submission`. Devices and
-standbys are shared by all runners of this Python process that have the same configuration.
+Prefect's interface of a task runner is in `task_runner`, one submitted task in `submission`. All runners of this
+Python process with the same configuration share devices and standbys.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the end of a flow waits for children that were killed, and for the last reports.
+#: Longest wait in seconds at a flow's end for killed children and for the last reports.
 CLOSING_S = 30.0
 
-#: Processes, and task runs without one, that the summary and the report of a runner outside a flow run cover at most: the
-#: last of them. It may serve background tasks for weeks, at about 1 kB for each process.
+#: Most processes, and task runs without one, in the summary and report of a runner outside a flow run: the latest.
+#: Such a runner may serve background tasks for weeks, at about 1 kB a process.
 KEPT_OUTSIDE_FLOWS = 1000
 
 
@@ -92,28 +92,24 @@ class Configuration:
     placement: PlacementStyle
     max_processes: int | None
     max_tasks_per_device: int | None
-    #: `None`: by kind of device.
+    #: `None`: the default of the kind of device.
     headroom_bytes: int | None
     reports: bool
     standby: int | str
     start_method: str
     #: `None`: no memory snapshots.
     memory_snapshots: Path | None = None
-    #: Of a Ray cluster; empty: this machine.
+    #: Address of a Ray cluster; empty: this machine.
     address: str = ""
-    #: GPUs of each node to reserve in Ray's own count; `None`: none, and all are used.
+    #: GPUs of each node to reserve in Ray's own count; `None`: no reservation, and all are used.
     num_gpus: float | None = None
     live_view: bool = False
-    #: Whether there is a progress artifact, if there are reports.
+    #: Whether reports include a progress artifact.
     progress: bool = False
 
 
 class ActiveRunner:
-    """A runner that was entered.
-
-    Args:
-        configuration: Of the runner.
-    """
+    """A runner that was entered, with its configuration."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -124,41 +120,41 @@ class ActiveRunner:
         self._client = flow_run.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
-        #: Bodies that run, and those that are over but for their memory or their report.
+        #: Running bodies, and ended bodies whose memory or report is still awaited.
         self._bodies: set[BodyRun] = set()
         self._ending: set[BodyRun] = set()
-        #: Whether there was a process at all: its last output may be on its way.
+        #: Whether any body began: output of its process may still arrive.
         self._called = False
         self._futures: set[concurrent.futures.Future[Any]] = set()
-        #: Set once it ends its tasks, in place of waiting for them.
+        #: Set once the runner ends its tasks instead of waiting for them.
         self._closing = threading.Event()
-        #: What these then end with.
+        #: Exception that then ends them.
         self._ended_by = CancelledByRunner()
         self._publisher: Publisher | None = None
-        #: Tags that were looked at; of a task whose tags are the characters of one text, all of them.
+        #: Checked tags; for a task whose tags are the characters of one text, the set of them.
         self._read_tags: set[str | frozenset[str]] = set()
         self._reports: list[TaskReport] = []
-        #: How many GPU task runs were submitted, and ended in each state, by its name.
+        #: Number of submitted GPU task runs, and of ended ones by the name of their state.
         self._submitted = 0
         self._states: Counter[str] = Counter()
-        #: All have ended, and the summary of the flow was logged.
+        #: Whether the flow's summary was logged: all task runs have ended.
         self._summarised = False
-        #: By task run: those that failed, which may have had no process.
+        #: Failed task runs, which may have had no process.
         self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
         self._plans = PlanMaker(configuration.memory_snapshots)
-        #: Context of the flow run that tasks were submitted in; `None`: none was, or outside a flow.
+        #: Context of the flow run in which tasks were submitted; `None`: no task, or no flow.
         self.flow: FlowRunContext | None = None
-        #: Around the first submit: events about devices are emitted in it.
+        #: Context of the first submit, in which events about devices are emitted.
         self._around: Context | None = None
-        #: Whose devices' faults it watches; `None`: it has asked for no broker.
+        #: Broker whose device faults are watched; `None`: no broker was needed yet.
         self._watched: Broker | None = None
         self._told_not_preemptible = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
-        #: Why there is none, once it was tried.
+        #: Why the connection to the cluster failed; `None`: not tried, or connected.
         self._no_cluster: DeviceError | None = None
-        #: By the identity of a function, which is kept so that the identity stays its own.
+        #: By the `id` of a function, which the plan keeps alive so that the `id` stays unique.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
     def submit(
@@ -197,14 +193,7 @@ class ActiveRunner:
         arguments: Mapping[str, Any],
         submitted_at: CallingLine | None,
     ) -> concurrent.futures.Future[State[Any]]:
-        """Start the engine of a GPU task in a thread; return the future of the task run's final state.
-
-        Args:
-            task: The task.
-            plan: From `_plan`.
-            arguments: As in `run_engine`.
-            submitted_at: As in `with_body`.
-        """
+        """Start the engine of a GPU task in a thread; return the future of the task run's final state."""
         self._around = self._around or copy_context()
         self._client.open()
         self._open_publisher()
@@ -222,7 +211,7 @@ class ActiveRunner:
         try:
             future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
-            # Without a thread there is no engine. The next task may have one.
+            # Without a thread there is no engine. The next task may get one.
             place.leave()
             future = concurrent.futures.Future()
             future.set_result(self._count(task_engine.failed_state(task.name, error)))
@@ -230,12 +219,7 @@ class ActiveRunner:
         return future
 
     def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
-        """Return the plan of a GPU task, or what is wrong with it; `None`: it is no GPU task.
-
-        Args:
-            task: The task.
-            around: Tags of `prefect.tags` contexts around its submit.
-        """
+        """Return the plan of a GPU task with tags `around` it, or the error in it; `None`: it is no GPU task."""
         self._warn_of_near_misses(task, around)
         try:
             policy = parse_tags(task.tags, around)
@@ -247,8 +231,7 @@ class ActiveRunner:
                 if policy.preemptible:
                     policy = replace(policy, preemptible=False)
                     self._say_not_preemptible()
-            # The place in the order of arrival is taken here, on the flow's thread: engine threads run
-            # in any order.
+            # The sequence number is taken here, on the flow's thread: engine threads run in any order.
             plan = self._plans.make(task, policy, next_sequence())
             if self._configuration.start_method == "forkserver":
                 check_modules(name for name in plan.named or plan.sharing if name != NO_FRAMEWORK)
@@ -257,7 +240,7 @@ class ActiveRunner:
         return plan
 
     def _say_not_preemptible(self) -> None:
-        """Warn once, on the flow run, that no task of a cluster is suspended."""
+        """Warn once, on the flow run, that tasks of a cluster are never suspended."""
         if not self._told_not_preemptible:
             self._told_not_preemptible = True
             text = (
@@ -268,7 +251,7 @@ class ActiveRunner:
             flow_run.log_on_flow(self.flow, text, logging.WARNING)
 
     def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
-        """Warn once of each tag that looks like a GPU tag and is none: on the flow run, if there is one."""
+        """Warn once of each tag that only looks like a GPU tag, on the flow run if there is one."""
         warnings, own = [], frozenset(task.tags)
         if is_split_text(own) and own not in self._read_tags:
             self._read_tags.add(own)
@@ -300,14 +283,14 @@ class ActiveRunner:
         return state
 
     def counts(self) -> RunCounts:
-        """Return how many GPU task runs are where."""
+        """Return the numbers of GPU task runs by state."""
         with self._lock:
             submitted, ended, bodies = self._submitted, dict(self._states), tuple(self._bodies)
         running = sum(body.has_devices for body in bodies)
         return RunCounts(submitted, running, len(bodies) - running, ended, self._summarised)
 
     def progress(self) -> FlowProgress:
-        """Return what a live view shows. Nothing is read for it."""
+        """Return the content of a live view, without reading any device."""
         with self._lock:
             bodies = tuple(self._bodies)
         running = [task for body in bodies if (task := body.running()) is not None]
@@ -346,11 +329,11 @@ class ActiveRunner:
 
     @property
     def ending(self) -> CancelledByRunner:
-        """What ends the task runs that the runner does not wait for, for one of them."""
+        """A new exception for one task run that the runner ends without waiting."""
         return CancelledByRunner(str(self._ended_by), self._ended_by.crashed)
 
     def begin(self, body: BodyRun) -> None:
-        """Note a body that is about to run, so that it ends with this runner.
+        """Register a body that is about to run, so that it ends with this runner.
 
         Raises:
             CancelledByRunner: The runner is ending already.
@@ -371,7 +354,7 @@ class ActiveRunner:
             raise self.ending
 
     def end(self, body: BodyRun) -> None:
-        """Forget a body once nothing of it is left: it holds all that its task run had."""
+        """Forget a body, which holds its task run's data, once its processes and reports are done."""
         with self._lock:
             self._bodies.discard(body)
             self._ending.add(body)
@@ -379,7 +362,7 @@ class ActiveRunner:
 
     def _let_go(self) -> None:
         with self._lock:
-            # Few: their processes are gone, or about to be.
+            # Few bodies: their processes have ended, or are about to.
             self._ending = {body for body in self._ending if not body.finished}
 
     def announce(self, plan: TaskPlan) -> AnnouncedTask | None:
@@ -390,7 +373,7 @@ class ActiveRunner:
             return None
         try:
             broker, policy = self.broker(), plan.policy
-            # What can never be placed gets no process.
+            # A task that can never be placed gets no process.
             broker.check(
                 Request(
                     "",
@@ -428,7 +411,7 @@ class ActiveRunner:
                 )
             return pool.announce(kind)
         except Exception:
-            # The same error is raised where the task asks for a device.
+            # The task's own request raises the same error.
             logger.debug("no process is kept ahead for %r", plan.task_name, exc_info=True)
             return None
 
@@ -451,7 +434,7 @@ class ActiveRunner:
         return kind
 
     def book(self) -> BudgetBook:
-        """Return the runner's book of budgets; its histories are those of the flow's API."""
+        """Return the runner's budget book, with histories in the flow's API."""
         with self._lock:
             if self._book is None:
                 publisher = self._publisher
@@ -483,7 +466,7 @@ class ActiveRunner:
         given = self._configuration
         if given.address:
             return self._open_cluster().broker
-        # Runners share a broker whatever else they do with their tasks.
+        # These options do not affect a broker: runners that differ in them share one.
         key = replace(
             given,
             reports=True,
@@ -497,18 +480,14 @@ class ActiveRunner:
         return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
 
     def cluster_launcher(self) -> Launcher | None:
-        """Return what starts processes on the nodes of the runner's cluster; `None`: they run on this machine."""
+        """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
         return self._open_cluster().launcher if self._configuration.address else None
 
     def _open_cluster(self) -> FlowCluster:
-        """Connect to the cluster, once.
-
-        Raises:
-            DeviceError: There is none at the address, or it has no devices.
-        """
+        """Connect to the cluster once; raise `DeviceError` if there is none at the address or it has no devices."""
         with self._cluster_lock:
             if self._no_cluster is not None:
-                # A firewall lets each try take ten seconds.
+                # Behind a firewall each try takes ten seconds.
                 raise DeviceError(str(self._no_cluster))
             if self._cluster is None:
                 try:
@@ -525,7 +504,7 @@ class ActiveRunner:
             opened.close()
 
     def report(self, report: TaskReport) -> None:
-        """Publish the report of a process, without holding up the caller."""
+        """Publish the report of a process, without delaying the caller."""
         self._let_go()
         if _ended_with_flow(report, self._ended_by):
             report = replace(report, error=str(self._ended_by))
@@ -539,7 +518,7 @@ class ActiveRunner:
             publisher.publish(report, same)
 
     def last_report(self, task_run_id: UUID) -> TaskReport | None:
-        """Return the report of the last process of a task run that has ended; `None`: it had none."""
+        """Return the report of the last process of an ended task run; `None`: it had no process."""
         with self._lock:
             ending = tuple(self._ending)
         for body in ending:
@@ -549,7 +528,7 @@ class ActiveRunner:
         return max(found, key=lambda report: report.attempt, default=None)
 
     def note_unstarted(self, run: UnstartedRun) -> None:
-        """Note a task run whose body call failed, for the flow's report if it gets no process."""
+        """Keep a task run whose body call failed, for the flow's report if it gets no process."""
         if self._configuration.reports:
             with self._lock:
                 self._unstarted[run.task_run_id] = run
@@ -557,7 +536,7 @@ class ActiveRunner:
                     del self._unstarted[next(iter(self._unstarted))]
 
     def _open_publisher(self) -> None:
-        """Make the publisher: in the flow's own context, whose settings it keeps."""
+        """Create the publisher in the flow's own context, whose settings it keeps."""
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
@@ -568,7 +547,7 @@ class ActiveRunner:
                     )
 
     def cancel(self) -> None:
-        """End all processes of this runner, and let no new one start."""
+        """End all processes of this runner, and start no new ones."""
         with self._lock:
             self._closing.set()
             bodies = (*self._bodies, *self._ending)
@@ -588,14 +567,14 @@ class ActiveRunner:
         """See `GPUTaskRunner.__exit__`.
 
         Args:
-            failed: Whether to end what runs, in place of waiting for it.
-            error: What ended the flow's engine; `None`: nothing did.
+            failed: Whether to end running tasks instead of waiting for them.
+            error: Exception that ended the flow's engine; `None`: none.
         """
         self._ended_by = task_engine.ended_by(error)
         try:
             self._close(failed)
         except BaseException as signal:
-            # Ctrl-C, or a signal that Prefect turned into an exception. Either may come again at any line.
+            # Ctrl-C, or a signal that Prefect turned into an exception. Both may come again at any line.
             try:
                 if not failed:
                     self._ended_by = task_engine.ended_by(signal)
@@ -615,22 +594,22 @@ class ActiveRunner:
             self._close_fork_server()
 
     def _end_all(self) -> None:
-        """End all processes, and what waits for them. Without effect the second time."""
+        """End all processes and standbys. Idempotent."""
         self.cancel()
         self._end_what_waits()
-        # Engines wait for a fork server that imports; how forks end does not matter any more.
+        # Engines wait for an importing fork server; the ends of forks do not matter any more.
         self._close_fork_server()
         self._threads.cancel_all()
 
     def _close(self, failed: bool) -> None:
         if failed:
-            # Bodies that are not ended would keep the interpreter from exiting.
+            # Running bodies would keep the interpreter from exiting.
             run_uninterrupted(self._end_all, "prefect-gpu-close")
-            # All must reach their state.
+            # All task runs must reach their final state.
             concurrent.futures.wait(self._unfinished(), CLOSING_S)
         else:
-            # Tasks may submit others while these are waited for. Tasks in threads count too:
-            # Prefect's thread runner cancels those that still wait for what they depend on.
+            # Awaited tasks may submit others. Tasks in threads count, too: Prefect's thread runner cancels tasks that
+            # still wait for their inputs.
             with BODY_WAITS.counted():
                 while unfinished := self._unfinished():
                     concurrent.futures.wait(unfinished)
@@ -642,7 +621,7 @@ class ActiveRunner:
             body.wait_finished(CLOSING_S)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
-        # A signal may come at any line, and this then runs again: what is done is forgotten only afterwards.
+        # A signal may come at any line, and this method then runs again: work is marked as done only afterwards.
         self._leave_view()
         if self._states and not self._summarised:
             flow_run.log_on_flow(self.flow, flow_summary(self._states, self._reports))
@@ -664,14 +643,14 @@ class ActiveRunner:
 
 
 def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:
-    """Return what is reported of a task run, with the word and the reason of its state if it was ended with its flow."""
+    """Return a task run's facts, with its state's outcome and reason if it ended with its flow."""
     if not _ended_with_flow(found, by):
         return found
     return replace(found, outcome="died" if by.crashed else "cancelled", error=str(by))
 
 
 def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) -> bool:
-    # A first run that was ended for others has a reason of its own.
+    # A first run that was ended for others has its own reason.
     return found.outcome == "cancelled" and found.error in ("", str(CancelledByRunner()), str(by))
 
 
@@ -686,7 +665,7 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
             host_ledger(around),
         )
     else:
-        # These are this broker's own: those of two specifications have the same UUIDs.
+        # A reader and ledger of this broker alone: devices of two specifications have the same UUIDs.
         reader, ledger = SimulatedReader(simulated), Ledger()
         reader.on_shared = lambda path: ledger.share(functools.partial(HostStore, path))
     return Broker(
@@ -703,7 +682,7 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
 
 
 def _connect(given: Configuration) -> FlowCluster:
-    # Imported here: it imports Ray, and most runners have no cluster.
+    # Imported here: the module imports Ray, which most runners do not need.
     from prefect_gpu.cluster.flow_cluster import FlowCluster
     from prefect_gpu.cluster.node_agent import NodeSettings
 
@@ -731,13 +710,13 @@ def _shared_folder() -> SharedFolder | None:
     try:
         return shared_folder(read_settings().ledger)
     except OSError as error:
-        # The ledger warns of it.
+        # The ledger logs the warning.
         logger.debug("standbys of other processes are not counted: %s", error)
         return None
 
 
 def _folder_around(devices: SimulatedDevices) -> Path | None:
-    """Return where the process around this GPU task shares simulated devices without a name; `None`: there is none."""
+    """Return the folder in which the surrounding GPU task shares unnamed simulated devices; `None`: none."""
     channel, allocation = current_channel(), current_allocation()
     if channel is None or allocation is None or not allocation.device_uuids[0].startswith("SIM-"):
         return None
@@ -749,7 +728,7 @@ def _folder_around(devices: SimulatedDevices) -> Path | None:
 
 
 def _held_by_parent() -> tuple[Reservation, ...]:
-    """Return what the GPU task around this process holds, if there is one."""
+    """Return the reservations of the GPU task around this process, if there is one."""
     allocation = current_allocation()
     if allocation is None:
         return ()

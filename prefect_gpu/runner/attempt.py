@@ -1,10 +1,8 @@
-"""One process of one task run, from the request for a device to its report.
+"""One process of one task run, from its request for a device to its report.
 
-`Attempt.place` asks for a device and waits. `Attempt.run` starts the child, reads the inbox of its engine's thread, and
-carries out what `process_run` decides. The report is made when that thread is done and the device shows the memory back,
-whichever comes last.
-
-It decides nothing about devices (`scheduling`), and nothing about what follows an outcome (`next_step`).
+`Attempt.place` waits for a device. `Attempt.run` starts the child, reads the inbox of its engine's thread, and carries
+out the actions of `process_run`. The report is made when that thread is done and the device shows the memory as free,
+whichever is later. Devices are chosen in `scheduling`, the next step in `next_step`.
 """
 
 from __future__ import annotations
@@ -55,23 +53,23 @@ from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.values.registrations import find_registered
 
-#: Seconds between two readings of a framework's counters in the child. The reading takes
-#: microseconds and did not change a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
+#: Seconds between two readings of a framework's counters in the child. A reading takes microseconds, and did not slow
+#: a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
 
 
 class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
-    """While a probe waited for a device, another run has shown what it needs."""
+    """While a probe waited for a device, another run has shown its task's need: the task run asks again."""
 
 
 class Attempt:
-    """One process of one task run. Each method is for the engine's thread, unless it says otherwise.
+    """One process of one task run. For the engine's thread, unless a method says otherwise.
 
     Args:
-        call: Whose body it runs.
-        grant: What it gets of its devices.
-        number: From 1: which process of the task run this is.
-        broker: Hands out devices.
+        call: The call of the body that it runs.
+        grant: Its budget.
+        number: Number of the process in its task run, from 1.
+        broker: Reserves devices.
         launcher: Starts processes.
     """
 
@@ -86,49 +84,45 @@ class Attempt:
         self._number = number
         self._broker = broker
         self._launcher = launcher
-        #: All that the engine's thread is told of the process, in order.
+        #: Messages about the process to the engine's thread, in order.
         self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
-        #: What its frameworks may do with the budget; known once it was placed.
+        #: Its frameworks' use of the budget; chosen at the placement.
         self._allocation: AllocationMode = "growth"
         self._cancelled = threading.Event()
-        #: It waits no longer as a probe.
+        #: Another run has shown its need: it no longer waits as a probe.
         self._need_learned = False
-        #: It was placed as a probe that shares its devices. Where it comes back after a suspension it has a budget, its cap.
+        #: Whether it was placed as a probe that shares its devices. When it resumes after a suspension, its cap is its
+        #: budget.
         self.shares = False
         # Once it was placed.
         self._record: ProcessRecord | None = None
         self._listener: ProcessListener | None = None
-        #: Written by the engine's thread alone, and not after `close`.
+        #: Set by the engine's thread alone, and not after `close`.
         self._verdict = Verdict("died")
-        #: Guards what follows.
+        #: Guards the attributes below.
         self._lock = threading.Lock()
-        #: Gets the report; `None`: the engine's thread is not done, or it was handed on.
+        #: Receives the report; `None`: the engine's thread is not done, or the report was passed on.
         self._take_report: Callable[[TaskReport | None], None] | None = None
-        #: Nothing of the process is left.
+        #: Whether nothing of the process is left.
         self._gone = False
         self._leaked_bytes: int | None = None
-        #: Set when nothing of the process is left and its report was handed on.
+        #: Set when nothing of the process is left and its report was passed on.
         self.finished = threading.Event()
 
     def cancel(self) -> None:
-        """End the process, wherever it is. From any thread; `place` then raises `CancelledByRunner`."""
+        """End the process in any state, from any thread; `place` then raises `CancelledByRunner`."""
         self._cancelled.set()
         ticket = self._ticket
         if ticket is not None:
             self._broker.withdraw(ticket)
         self._inbox.put(process_run.Cancelled())
         if self._listener is not None:
-            # The engine's thread may have returned the value; the process may linger at its exit.
+            # The engine's thread may have returned the value, and the process may hang at its exit.
             self._listener.kill_lingering()
 
     def learn_need(self, device_name: str, budget_bytes: int) -> None:
-        """Take what another run has shown that a probe needs. From any thread.
-
-        Args:
-            device_name: Model of the device that this is known of.
-            budget_bytes: What a later process gets there.
-        """
+        """Note the budget that a later process of the probe's task would get on a device model. From any thread."""
         ticket = self._ticket
         if ticket is None:
             return
@@ -138,7 +132,7 @@ class Attempt:
 
     @property
     def whole_device(self) -> bool:
-        """Whether it was given all that its devices had free."""
+        """Whether it was given all free memory of its devices."""
         ticket = self._ticket
         if self.shares:
             return False
@@ -148,18 +142,18 @@ class Attempt:
 
     @property
     def has_devices(self) -> bool:
-        """Whether it has its devices now, and its memory is there. From any thread."""
+        """Whether it has its devices now and is not suspended. From any thread."""
         ticket = self._ticket
         has_them = self._record is not None and ticket is not None and ticket.ended_s is None
         return has_them and self._away_s is None
 
     @property
     def _away_s(self) -> float | None:
-        """For how many seconds its process has been suspended; `None`: it is not."""
+        """Seconds since its process was suspended; `None`: not suspended."""
         return None if self._listener is None else self._listener.away_s
 
     def running(self) -> RunningTask | None:
-        """Return what is shown of it while it has its devices; `None`: it has none. From any thread."""
+        """Return its row in the live view while it has devices; `None`: it has none. From any thread."""
         ticket, record = self._ticket, self._record
         if record is None or ticket is None or not self.has_devices:
             return None
@@ -176,7 +170,7 @@ class Attempt:
         )
 
     def why_it_waits(self) -> tuple[float, Reason | None]:
-        """Return for how many seconds it has waited for devices, or was suspended, and for what. From any thread."""
+        """Return the seconds since its request or suspension, and the reason for the wait. From any thread."""
         ticket, away_s = self._ticket, self._away_s
         if away_s is not None:
             return away_s, self._run.awaits
@@ -185,7 +179,7 @@ class Attempt:
         return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)
 
     def evidence(self) -> Evidence | None:
-        """Return what is known of its out-of-memory; `None`: there was none, or nothing is known."""
+        """Return the facts about its out-of-memory; `None`: there was none, or nothing is known."""
         ticket, record = self._ticket, self._record
         if record is None or record.out_of_memory is None:
             return None
@@ -214,12 +208,12 @@ class Attempt:
         Raises:
             PlacementError: No device can hold it, or none was free in time.
             CancelledByRunner: `cancel` was called.
-            NeedLearned: `learn_need` was called before it was placed.
+            NeedLearned: `learn_need` was called before the placement.
         """
         try:
             return self._place()
         except BaseException:
-            # No process came of it. What was reserved before the error is released.
+            # No process was started. A reservation made before the error is released.
             self._gone = True
             if self._ticket is not None:
                 self._broker.end(self._ticket)
@@ -237,7 +231,7 @@ class Attempt:
             devices=policy.devices,
             exclusive=policy.exclusive,
             priority=policy.priority,
-            # On host devices the budget is the machine's memory: it would be counted twice.
+            # On host devices the budget is the machine's memory: do not count it twice.
             host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
             nodes=policy.nodes,
@@ -262,7 +256,7 @@ class Attempt:
                 raise NeedLearned from None
             raise CancelledByRunner from None
         self.shares = any(reservation.probe for reservation in placement.reservations)
-        # What it waited for another's probe, too.
+        # The wait for another task run's probe counts, too.
         queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(
             placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
@@ -286,13 +280,13 @@ class Attempt:
         )
         if self.shares:
             ticket.on_short = self._listener.end_for_others
-            # On a cluster the node would have to agree, and it does not know which runs are first ones.
+            # On a cluster the node would have to agree, and it does not know first runs.
             local = not self._broker.reader.remote
             ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
         return placement
 
     def _can_be_suspended(self) -> bool:
-        """Return whether the tag `gpu:preemptible` has an effect on these devices; if not, it is said once."""
+        """Return whether `gpu:preemptible` has an effect on these devices; if not, warn once."""
         why = ""
         if self._broker.kind not in MOVED_KINDS:
             why = f"devices of kind {self._broker.kind} are not suspended"
@@ -304,11 +298,11 @@ class Attempt:
 
     @property
     def _source(self) -> BudgetSource:
-        """Where its budget comes from. A task that is known on one model may probe on another."""
+        """Source of its budget. A task with a known need on one device model may probe on another."""
         return "probe" if self.shares else self._grant.source
 
     def _choose_allocation(self) -> AllocationMode:
-        """Return what frameworks do with the budget: they are capped to one that is known."""
+        """Return the frameworks' use of the budget: a known budget is their cap."""
         policy = self._policy
         if "allocation" in policy.stated or not policy.caching:
             return policy.allocation
@@ -330,7 +324,7 @@ class Attempt:
         learned = self._grant.contexts.get(placement.devices[0].name)
         contexts: Mapping[str, int] = {}
         if self._broker.kind == "nvml":
-            # Other devices have none.
+            # Other devices have no contexts.
             elsewhere = self._launcher if self._broker.reader.remote else None
             contexts = context_meter(elsewhere).contexts(
                 frameworks, learned, policy, self._broker, ticket
@@ -344,7 +338,7 @@ class Attempt:
             context = context or max((contexts.get(name, 0) for name in frameworks), default=0)
         caps = memory.cap_bytes or _caps(frameworks, policy)
         cap = min(caps) if caps else None
-        # Where nothing holds a probe to its cap (the host), its report says all the same that it had one.
+        # On the host nothing enforces a probe's cap, but its report shows one.
         noted = min(placement.budget_bytes) if cap is None and self.shares else cap
         record.set_caps(noted, context, contexts)
         allocation = Allocation(
@@ -373,7 +367,7 @@ class Attempt:
                 users_modules=values.users_modules(),
                 registered=find_registered(),
             ),
-            # Not before there is a device: the arguments of waiting tasks are not held twice.
+            # Packed after the placement: waiting tasks do not hold their arguments twice.
             call=self._call.pack(),
             cwd=working_folder(),
             argv=tuple(sys.argv),
@@ -390,16 +384,16 @@ class Attempt:
     # While there is one.
 
     def run(self) -> process_run.Done | Ended:
-        """Run the body in a process on the devices from `place`, and return how the process has ended.
+        """Run the body in a process on the devices from `place`, and return the end of the process.
 
         Raises:
-            BaseException: What the preparation or Prefect's engine raises.
+            BaseException: Any error of the preparation or of Prefect's engine.
         """
         ticket, record, listener = self._ticket, self._record, self._listener
         assert ticket is not None and record is not None and listener is not None, "it was placed"
         assert ticket.placement is not None
         try:
-            # No name for the spec: the launcher lets go of the call once the child has it.
+            # No local variable for the spec: the launcher releases the call once the child has it.
             listener.start(
                 self._launcher, self._prepare(ticket, ticket.placement, record, listener.memory)
             )
@@ -411,7 +405,7 @@ class Attempt:
         if isinstance(outcome, process_run.Done):
             self._verdict = Verdict("completed")
             return outcome
-        # On a cluster a process of which nothing was heard may run all the same.
+        # On a cluster a process without any message may still be running.
         listener.abandon()
         error, self._verdict = conclude(outcome, self._plan, record)
         match outcome:
@@ -478,7 +472,7 @@ class Attempt:
     # After it.
 
     def _take_recovery(self, leaked_bytes: int | None) -> None:
-        """Note that nothing of the process is left, on the broker's thread."""
+        """Note on the broker's thread that nothing of the process is left."""
         with self._lock:
             self._gone, self._leaked_bytes = True, leaked_bytes
         self._hand_on()
@@ -486,12 +480,12 @@ class Attempt:
     def close(
         self, take_report: Callable[[TaskReport | None], None], shortage: Shortage | None = None
     ) -> None:
-        """Note that the engine's thread is done with it.
+        """Note that the engine's thread is done with the process.
 
         Args:
-            take_report: Gets its report, or `None` if there was no process: now, or on the broker's
-                thread once nothing of the process is left.
-            shortage: Its out-of-memory, and what the next process gets; `None`: there was none.
+            take_report: Called with the report, or `None` if there was no process: now, or on the broker's thread once
+                nothing of the process is left.
+            shortage: Its out-of-memory, and the next budget; `None`: no out-of-memory.
         """
         if shortage is not None:
             self._verdict = replace(
@@ -501,14 +495,14 @@ class Attempt:
                 self._verdict = replace(
                     self._verdict, next_words=rung.reason, next_budget_bytes=rung.budget_bytes
                 )
-        # Threads that wait may keep the last attempt for as long as nothing comes.
+        # Waiting threads may keep the last attempt for a long time.
         self._call = self._call.without_arguments()
         with self._lock:
             self._take_report = take_report
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Hand on the report, once: at the later of `close` and `_take_recovery`."""
+        """Pass on the report, once: at the later of `close` and `_take_recovery`."""
         with self._lock:
             if self._take_report is None or not self._gone:
                 return
@@ -541,8 +535,8 @@ class Attempt:
 
 
 def _caps(frameworks: tuple[str, ...], policy: FrameworkPolicy) -> tuple[int, ...] | None:
-    """Return bytes that frameworks may take on each device, the smallest cap; `None`: no cap."""
-    # Where none was found, whichever is imported is held to one of these.
+    """Return the frameworks' smallest cap in bytes on each device; `None`: no cap."""
+    # If no framework was found, any imported one gets the smallest of these caps.
     names = frameworks or tuple(registry.ADAPTERS)
     caps = [cap for name in names if (cap := policy.cap_bytes(name)) is not None]
     return min(caps) if caps else None

@@ -1,9 +1,8 @@
-"""How much memory a task is given: by its tag, by its history, or as a probe.
+"""Choose the budget of a task: from its tag, from its history, or as a probe.
 
 A probe is a first run of a task without a history. In a process at most one probe of each history waits for a device.
-Other tasks of that history wait until the probe is placed; if the probe has its devices to itself, until it has ended.
-The formula is `scheduling.history`; runs are kept by `reports.history`; what a process gets after an out-of-memory is
-in `submission`.
+Other tasks of that history wait until the probe is placed, or until it has ended if it has its devices to itself. The
+formula is in `scheduling.history`, kept runs are in `reports.history`, budgets after an out-of-memory in `submission`.
 """
 
 from __future__ import annotations
@@ -38,36 +37,36 @@ from prefect_gpu.units import format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which the task run shows that it waits for a probe.
+#: Seconds after which the task run is shown as waiting for a probe.
 TELL_S = 1.0
 
-#: More bytes than any device has: a request for them is never placed there.
+#: More bytes than any device has: a request for them is never placed.
 NEVER_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a process of a task is given."""
+    """The budget of a task's process, and its origin."""
 
-    #: To ask of each device.
+    #: Memory to request on each device.
     memory: Memory
     #: Source of `memory`.
     source: BudgetSource
-    #: Context that the task's own runs were seen to have, in bytes by device name.
+    #: Measured context of the task's own runs, in bytes by device name.
     contexts: Mapping[str, int] = field(default_factory=dict)
-    #: Histories that this process probes for: other tasks of them wait for it.
+    #: Histories for which the process is the probe that other tasks wait for.
     claims: frozenset[HistoryKey] = frozenset()
-    #: Seconds that it waited for others' probes.
+    #: Seconds of waiting for other task runs' probes.
     waited_s: float = 0.0
-    #: Seconds for which it is expected to hold its devices; `None`: no run of it has completed.
+    #: Expected seconds on its devices; `None`: no run has completed.
     expected_s: float | None = None
-    #: `memory` is what was decided after an out-of-memory, not what the source says.
+    #: `memory` was decided after an out-of-memory, not by `source`.
     after_oom: bool = False
-    #: Bytes that are enough for past runs, their first steps included, by device name.
+    #: Bytes that were enough for past runs, first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: Most bytes that its task could be given of each of its devices, on the largest ones; `None`: not known.
+    #: Largest possible budget of its task on each device, on the largest devices; `None`: not known.
     capacity_bytes: int | None = None
-    #: Completed runs that the budget was learned from, by device name.
+    #: Number of completed runs that the budget was learned from, by device name.
     learned_runs: Mapping[str, int] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
@@ -76,21 +75,21 @@ class Grant:
 
 
 class ProbeGate:
-    """Which histories are probed for: one probe each at a time, for all runners of this process."""
+    """Histories with a probe: at most one probe each, for all runners of this process."""
 
     def __init__(self) -> None:
         self._reset()
-        # A fork of this process has the claims, but not the threads that would end them.
+        # A fork has a copy of the claims, but no threads that would end them.
         PROCESS_RESOURCES.after_fork(self, ProbeGate._reset)
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
-        #: Histories whose probes have ended and are not in them yet, and how many.
+        #: Number of probes by history that have ended, but whose runs are not kept yet.
         self._ending = Counter[HistoryKey]()
 
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
-        """Claim the histories that have no probe, and return them."""
+        """Claim the histories without a probe, and return them."""
         with self._changed:
             free = frozenset(
                 key for key in keys if key not in self._claimed and not self._ending[key]
@@ -105,18 +104,18 @@ class ProbeGate:
             self._changed.notify_all()
 
     def begin_end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that a probe of some histories has ended: there is no other before its run was kept."""
+        """Note that a probe of these histories has ended: no other starts before its run is kept."""
         with self._changed:
             self._ending.update(keys)
 
     def end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that the run of such a probe was kept, and wake all tasks that wait."""
+        """Note that the run of an ended probe was kept, and wake all waiting tasks."""
         with self._changed:
             self._ending.subtract(keys)
             self._changed.notify_all()
 
     def holds(self, keys: Iterable[HistoryKey]) -> bool:
-        """Return whether all of some histories have a probe."""
+        """Return whether all of these histories have a probe."""
         with self._changed:
             return self._hold(keys)
 
@@ -126,26 +125,24 @@ class ProbeGate:
     def wait(
         self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
     ) -> None:
-        """Wait until a claim ends, if all of some histories are claimed; at most `timeout_s` seconds."""
+        """If all of these histories are claimed, wait until a claim ends, or `timeout_s` seconds."""
         with self._changed:
-            # A claim that ended, or a cancellation, before this lock was taken has woken nothing.
+            # Checked under the lock: a claim that ended, or a cancellation, before it has woken nobody.
             if not cancelled() and self._hold(keys):
                 self._changed.wait(timeout_s)
 
 
-#: Of this Python process: the next flow learns from the runs of one at once, whichever store keeps them.
+#: Shared in this Python process: the next flow learns from past runs at once, in whichever store they are kept.
 PROCESS_GATE = ProbeGate()
 PROCESS_RUNS = MemoryHistory()
 
 
 class BudgetBook:
-    """Chooses the budgets of one runner's tasks, and keeps what their processes needed.
-
-    Safe to use from several threads.
+    """Chooses the budgets of one runner's tasks, and keeps their processes' needs. Safe to use from several threads.
 
     Args:
         store: Keeps runs beyond this process.
-        gate: Which histories are probed for.
+        gate: Histories with a probe.
         recent: Runs of this process.
     """
 
@@ -158,9 +155,9 @@ class BudgetBook:
         self._store = store
         self._gate = gate
         self._recent = recent
-        #: What the store had when a key was read last: replaced as a whole, by any thread.
+        #: Last read runs of the store by history. Any thread may replace a value as a whole.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
-        #: By history: what its probes that share a device are told.
+        #: By history: callbacks of its probes that share a device.
         self._probes: dict[HistoryKey, list[Callable[[str, int], None]]] = {}
         self._lock = threading.Lock()
         self._told = False
@@ -179,26 +176,23 @@ class BudgetBook:
         cancelled: Callable[[], bool],
         probe_fraction: float = 0.0,
     ) -> Grant | None:
-        """Return what a process of a task gets; wait for a probe where that is not known.
+        """Return the grant of a task's process; wait for a probe if the need is not known. `None`: it was cancelled.
 
         Args:
-            identity: Which task.
-            memory: What its tag asks for; `None`: no tag.
-            device_names: Model of each device that it may use.
-            place: Its place among those that ask.
-            count: Devices that it asks for.
-            capacity_bytes: Most bytes that a device of each model can be reserved for.
-            limit_s: Seconds after which to give up, as `gpu:wait` says; `None`: never.
-            on_waiting: Called with the reason for the wait; an exception of it ends the wait.
+            identity: The task's history, for any device.
+            memory: Memory from the tag; `None`: no tag.
+            device_names: Model of each device that the task may use.
+            place: Its place in the order of requests.
+            count: Number of requested devices.
+            capacity_bytes: Largest possible reservation on a device, by model.
+            limit_s: Seconds until giving up (`gpu:wait`); `None`: never.
+            on_waiting: Called with the reason for the wait; its exception ends the wait.
             cancelled: Called after every change; see `wake`.
-            probe_fraction: As `Request.probe_fraction`, for a probe of it. Above 0 other tasks wait until that one is
+            probe_fraction: As `Request.probe_fraction`, for its probe. Above 0 other tasks wait until the probe is
                 placed, not until it has ended.
 
-        Returns:
-            `None`: it was cancelled.
-
         Raises:
-            PlacementTimeoutError: The probe that it waits for took too long.
+            PlacementTimeoutError: The awaited probe took too long.
         """
         names = list(dict.fromkeys(device_names))
         place.take_turn()
@@ -213,7 +207,7 @@ class BudgetBook:
             unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
             claims = self._gate.claim(unknown)
             if claims or len(unknown) < len(names):
-                # Another probe may have ended between the lookup and the claim.
+                # Another probe may have ended between lookup and claim.
                 if any(learn(self._runs(key)) is not None for key in claims):
                     self._gate.release(claims)
                     continue
@@ -225,7 +219,7 @@ class BudgetBook:
                 grant = self._from_lessons(
                     identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
                 )
-                # A lesson that asks for a whole device is no probe.
+                # A process with a learned budget of a whole device is no probe.
                 whole = grant.source == "learned" and any(
                     lesson is not None and lesson.need_bytes >= capacity_bytes.get(name, 0)
                     for name, lesson in lessons.items()
@@ -256,7 +250,7 @@ class BudgetBook:
         if not report.devices:
             return
         key, run = identity.on(report.devices[0].name), past_run(report)
-        # The API is not asked here, on the thread that places all tasks.
+        # No call of the API here, on the thread that places all tasks.
         known = (*self._kept.get(key, ()), *self._recent.runs(key), run)
         run = replace(run, floor_bytes=known_floor_bytes(known) or None)
         self._recent.add(key, run)
@@ -269,26 +263,21 @@ class BudgetBook:
             learns(key.device_name, lesson.need_bytes)
 
     def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
-        """Pass what is learned from now on, with the model of the device, to a probe that shares one.
-
-        Args:
-            keys: Its histories.
-            learns: Gets the model and a budget in bytes, on any thread. It must not raise.
-        """
+        """Report budgets learned from now on (device model, bytes) to `learns` on any thread. It must not raise."""
         with self._lock:
             for key in keys:
                 self._probes.setdefault(key, []).append(learns)
 
     def begin_end(self, keys: Iterable[HistoryKey]) -> None:
-        """Make tasks of some histories wait until `end`, while the run of a probe that has ended is kept."""
+        """Make tasks of these histories wait until `end`, while the run of an ended probe is kept."""
         self._gate.begin_end(keys)
 
     def end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that the run was kept, or that there was none."""
+        """Note that the run of an ended probe was kept, or that there was none."""
         self._gate.end(keys)
 
     def end_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
-        """End what `begin_probe` began."""
+        """Undo `begin_probe`."""
         with self._lock:
             for key in keys:
                 left = [each for each in self._probes.pop(key, ()) if each != learns]
@@ -296,12 +285,12 @@ class BudgetBook:
                     self._probes[key] = left
 
     def release(self, grant: Grant) -> None:
-        """End the claims of a process whose run was kept: others may use it, or probe."""
+        """End the claims of a process whose run was kept: other tasks may use it, or probe."""
         if grant.claims:
             self._gate.release(grant.claims)
 
     def keep(self, grant: Grant, device_name: str) -> Grant:
-        """Return the grant of a process that was placed: it probes for that model only."""
+        """Return the grant of a placed process, with claims for its device model only."""
         others = frozenset(key for key in grant.claims if key.device_name != device_name)
         if not others:
             return grant
@@ -309,7 +298,7 @@ class BudgetBook:
         return replace(grant, claims=grant.claims - others)
 
     def wake(self) -> None:
-        """Wake all tasks that wait for probes, to check whether they were cancelled."""
+        """Wake all tasks that wait for probes, to check for cancellation."""
         self._gate.release()
 
     @staticmethod
@@ -331,7 +320,7 @@ class BudgetBook:
         }
         unclaimed = [n for n in lessons if n not in known and identity.on(n) not in claims]
         if avoid:
-            # Other tasks probe on those.
+            # Other tasks probe on the unclaimed models.
             budgets |= dict.fromkeys(unclaimed, NEVER_BYTES)
         memory: Memory = ModelBudgets(tuple(sorted(budgets.items()))) if budgets else None
         if len(lessons) == 1 and budgets:
@@ -347,7 +336,7 @@ class BudgetBook:
         )
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
-        """Return the runs of a key: kept ones and those of this process, each once, newest first."""
+        """Return the runs of a history, from the store and of this process, without duplicates, newest first."""
         try:
             kept = self._kept[key] = self._store.runs(key)
         except OSError as error:
@@ -367,13 +356,13 @@ def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:
 
 
 def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
-    """Return the seconds that a task is expected to take on the slowest model that it has run on."""
+    """Return the expected seconds of a task on the slowest device model that it has run on."""
     known = [seconds for past in runs.values() if (seconds := expected_s(past)) is not None]
     return max(known, default=None)
 
 
 def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
-    """Return the lesson of a history, of no more than a completed probe has had of its device."""
+    """Return the lesson of a history; a need above every completed probe's budget becomes a device to itself."""
     lesson = learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
     if lesson is not None and probes and lesson.need_bytes > max(probes) > 0:

@@ -1,8 +1,8 @@
-"""How large a framework's context is on a device: known, or measured in a calibration child.
+"""The size of a framework's context on a device: known, or measured in a calibration child.
 
-A framework's cap is its budget less its context, so the context must be known before the first capped
-task. It is measured on the device and within the reservation of the task that needs it, once for each
-framework, version, GPU model and driver. `frameworks.context` keeps the figures.
+A framework's cap is its budget less its context, so the context must be known before the first capped task. The
+calibration runs on that task's device, within its reservation, once for each framework, version, GPU model and driver.
+`frameworks.context` keeps the sizes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from prefect_gpu.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a calibration may take. To import TensorFlow takes up to 11 s, its first convolution
-#: some more (measured); twenty times that is a hang.
+#: Seconds for a calibration. Importing TensorFlow takes up to 11 s, its first convolution some more (measured); twenty
+#: times that is a hang.
 CALIBRATION_S = 240.0
 
 #: Seconds to wait for a reading that shows the calibrated process.
@@ -57,7 +57,7 @@ class ContextMeter:
     """Looks up contexts, or measures them. Safe to use from several threads.
 
     Args:
-        store: Keeps what was measured.
+        store: Keeps measured sizes.
         launcher: Starts calibration children.
     """
 
@@ -75,27 +75,23 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> dict[str, int]:
-        """Return the contexts that a task's caps leave space for on NVIDIA devices, from the best source.
+        """Return the context of each framework on NVIDIA devices in bytes, which a task's caps leave free.
 
         Args:
-            frameworks: That the task uses; empty: not known. For others the figure is the known one,
-                or else a documented one.
-            learned_bytes: Context of its own processes on such a device; `None`: none was measured.
-            policy: Of the task, but for its contexts.
+            frameworks: Used by the task; empty: not known. For others the size is the known or a documented one.
+            learned_bytes: Context of the task's own processes on such a device; `None`: not measured.
+            policy: Of the task, without contexts.
             broker: Reads the device.
-            ticket: Of the task, placed. The first of its devices counts.
-
-        Returns:
-            Bytes by framework.
+            ticket: Of the placed task. Its first device counts.
         """
         assert ticket.placement is not None
         device = ticket.placement.devices[0]
         known = self.known(device)
         if policy.allocation == "growth":
-            # No cap depends on it, so there is no calibration.
+            # No cap depends on the context: no calibration.
             return known
         if learned_bytes:
-            # Closer than a calibration.
+            # More accurate than a calibration.
             names = frameworks or tuple(known)
             return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
         missing = [
@@ -104,13 +100,13 @@ class ContextMeter:
         measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
         contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:
-            # Whether it uses NCCL shows in its first run.
+            # Only the first run shows whether the task uses NCCL.
             least = min(policy.budget_bytes)
             return {name: with_collectives(size, least) for name, size in contexts.items()}
         return contexts
 
     def known(self, device: Device) -> dict[str, int]:
-        """Return the context of every framework as it is known, or else a documented figure."""
+        """Return the known context of every framework, or else a documented size."""
         contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
             measured = self._store.get(context_key(name, device))
@@ -125,7 +121,7 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> int:
-        """Return a context that is not known: from a calibration, or else a documented figure."""
+        """Return an unknown context: from a calibration, or else a documented size."""
         key = context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -153,7 +149,7 @@ class ContextMeter:
     def _calibrate(
         self, framework: str, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
     ) -> int:
-        """Return the context of a framework: run a calibration child, and read the device meanwhile."""
+        """Return a framework's context: run a calibration child and read the device meanwhile."""
         alone = replace(
             policy,
             device_uuids=policy.device_uuids[:1],
@@ -202,13 +198,7 @@ class ContextMeter:
 
     @staticmethod
     def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
-        """Return the bytes of the first reading that shows the process.
-
-        There is none where the device does not attribute memory to processes (WSL, containers).
-
-        Raises:
-            TimeoutError: There was none in time.
-        """
+        """Return the bytes of the first reading that shows the process; there may be none (WSL, containers)."""
         asked = time.monotonic()
         broker.refresh()
         try:
@@ -222,7 +212,7 @@ class ContextMeter:
 
     @staticmethod
     def _hear(messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
-        """Return the bytes that the framework's allocator holds, as the child says."""
+        """Return the bytes that the framework's allocator holds, as the child reports."""
         deadline = time.monotonic() + CALIBRATION_S
         while True:
             try:
@@ -232,7 +222,7 @@ class ContextMeter:
             if isinstance(message, ChildStarted):
                 broker.attach(ticket, message.pid)
             elif isinstance(message, Asked):
-                # It is not answered: the child holds its device until it is killed.
+                # No answer: the child holds its device until it is killed.
                 return int(message.arguments["reserved_bytes"])
             elif isinstance(message, ValueArrived):
                 raise values.loads(message.data, "exception")
@@ -245,11 +235,7 @@ class ContextMeter:
 
 
 def context_meter(launcher: Launcher | None = None) -> ContextMeter:
-    """Return the one meter of this process, or of a launcher of other machines.
-
-    Args:
-        launcher: Starts the calibration children; `None`: they run on this machine.
-    """
+    """Return this process's meter, or a new one for the launcher of a cluster; `None`: this machine."""
     if launcher is None:
         return PROCESS_RESOURCES.get(
             ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())

@@ -1,6 +1,6 @@
-"""What the outcome of a child process means for its task run: the verdict of the report, and the error, as text for people.
+"""Convert the outcome of a child process to the verdict of its report and the error of its task run, as text.
 
-The outcome is decided in `process_run`, and what follows it in `next_step`.
+The outcome is decided in `process_run`, the next step in `next_step`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefect_gpu.units import format_bytes
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, after the name of its class unless it is of this package."""
+    """Return the first line of an error's text, with the class name unless the class is of this package."""
     try:
         text = str(error).strip().partition("\n")[0]
     except Exception:  # noqa: BLE001 - a user's class may have no text
@@ -36,14 +36,14 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error for the log: the first of PyTorch's six sentences says it."""
+    """Return an error in one line for the log: PyTorch's text has six sentences, of which the first is enough."""
     return textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
 
 
 def conclude(
     outcome: process_run.Failure, plan: TaskPlan, record: ProcessRecord
 ) -> tuple[BaseException, Verdict]:
-    """Return the error and the verdict of a process that has returned no value."""
+    """Return the error and the verdict of a process without a value."""
     match outcome:
         case process_run.Failed(error, traceback):
             verdict = Verdict("failed", _last_line(traceback))
@@ -89,7 +89,7 @@ def _last_line(traceback: str | None) -> str:
 
 
 def _describe_exit(code: int) -> str:
-    """Return how a process ended: `was killed by SIGSEGV`, `ended with exit code 3`."""
+    """Return the end of a process as text: `was killed by SIGSEGV`, `ended with exit code 3`."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

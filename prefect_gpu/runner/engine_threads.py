@@ -1,11 +1,11 @@
-"""The threads that Prefect's engine runs in: one for each GPU task, gone when the task is over.
+"""The threads of Prefect's engine: one for each GPU task, which ends with the task.
 
-A `ThreadPoolExecutor` keeps every thread until it is shut down: a flow that maps two thousand tasks would
-keep two thousand threads to its end. The number of threads has no bound here, which waiting tasks would
-fill so that nothing could run; the broker decides how many tasks have a process. `RunnerThreads` runs tasks without a `gpu` tag.
+A `ThreadPoolExecutor` would keep two thousand threads for a flow that maps two thousand tasks. The number of threads
+has no bound: waiting tasks could use up all threads, and none could run. The broker limits the processes.
+`RunnerThreads` runs tasks without a `gpu` tag.
 
-`AwaitedFuture` is what `submit` returns: in the process of a GPU task it tells the broker when the body waits for tasks
-that it has submitted (`scheduling.nested`).
+`submit` returns `AwaitedFuture`: in a GPU task's process it tells the broker when the body waits for tasks that it
+submitted (`scheduling.nested`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,12 @@ from typing_extensions import Self
 from prefect_gpu.engine.task_engine import RunnerTaskRunEngine, run_task
 from prefect_gpu.process_resources import start_thread
 
-#: Begins the names of the threads.
+#: Prefix of the threads' names.
 NAME = "prefect-gpu-engine"
 
 
 def start_engine(call: Callable[[], Any], number: int) -> Future[Any]:
-    """Run a call in a new thread; return the future of its result, which cannot be cancelled.
-
-    Args:
-        call: What to run.
-        number: Ends the name of the thread.
+    """Run a call in a new thread, named after `number`; return the future of its result, which cannot be cancelled.
 
     Raises:
         CapacityError: The system starts no more threads.
@@ -55,16 +51,12 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
     except BaseException as error:  # noqa: BLE001 - the thread's last frame
         future.set_exception(error)
     finally:
-        # What it raised holds this frame.
+        # The exception refers to this frame.
         del future, call
 
 
 class RunnerThreads(ThreadPoolTaskRunner[Any]):
-    """Prefect's thread runner, for tasks without a `gpu` tag: those that wait for a retry end with the runner.
-
-    Args:
-        pause: As in `RunnerTaskRunEngine`.
-    """
+    """Prefect's thread runner for tasks without a `gpu` tag. Tasks that wait for a retry end with the runner."""
 
     def __init__(self, pause: Callable[[float], object]) -> None:
         super().__init__(max_workers=sys.maxsize)
@@ -78,7 +70,7 @@ class RunnerThreads(ThreadPoolTaskRunner[Any]):
 
 
 class _Executor(ThreadPoolExecutor):
-    """Runs the engine of this package where Prefect's thread runner submits its own."""
+    """Runs this package's engine where Prefect's thread runner submits Prefect's."""
 
     def __init__(self, pause: Callable[[float], object]) -> None:
         super().__init__(max_workers=sys.maxsize)
@@ -86,7 +78,7 @@ class _Executor(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if args == (run_task_sync,):
-            # `fn` is the `run` of a context.
+            # `fn` is the `run` method of a context.
             args = (self._run_engine,)
         return super().submit(fn, *args, **kwargs)
 
@@ -95,7 +87,7 @@ class _Executor(ThreadPoolExecutor):
 
 
 class BodyWaits:
-    """Counts the threads of this process that wait for GPU tasks which its body has submitted."""
+    """Counts the threads of this process that wait for GPU tasks submitted by its body."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,11 +95,11 @@ class BodyWaits:
         self._since_s: float | None = None
 
     def since(self) -> float | None:
-        """Return the monotonic seconds since when at least one thread waits; `None`: none does."""
+        """Return the monotonic seconds since when at least one thread waits; `None`: no thread waits."""
         return self._since_s
 
     def change(self, by: int) -> None:
-        """Count one thread more, or one less."""
+        """Change the count by +1 or -1."""
         with self._lock:
             self._count += by
             if not self._count:
@@ -117,7 +109,7 @@ class BodyWaits:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count this thread, unless it is that of an engine: that a task waits for another says nothing of the body."""
+        """Count this thread while it waits, unless it is an engine's: a waiting task says nothing about the body."""
         by = 0 if threading.current_thread().name.startswith(NAME) else 1
         self.change(by)
         try:
@@ -126,12 +118,12 @@ class BodyWaits:
             self.change(-by)
 
 
-#: Of this process. Only processes of GPU tasks read it.
+#: The count of this process, read only in processes of GPU tasks.
 BODY_WAITS = BodyWaits()
 
 
 class AwaitedFuture(PrefectConcurrentFuture[Any]):
-    """The future of a GPU task: it counts who waits for it."""
+    """The future of a GPU task, which counts waiting threads."""
 
     def wait(self, timeout: float | None = None) -> None:
         """See `PrefectFuture.wait`."""
@@ -144,7 +136,7 @@ class AwaitedFuture(PrefectConcurrentFuture[Any]):
             return super().result(timeout, raise_on_failure)
 
     def _add_prefect_done_callback(self, fn: Callable[[PrefectFuture[Any]], None]) -> None:
-        # Of Prefect's `as_completed`, and `wait` with a timeout: they wait for the callback.
+        # Called by Prefect's `as_completed`, and by `wait` with a timeout, which wait for the callback.
         BODY_WAITS.change(1)
         self._wrapped_future.add_done_callback(lambda _: BODY_WAITS.change(-1))
         super()._add_prefect_done_callback(fn)

@@ -1,8 +1,8 @@
-"""Digests of the values that `gpu:learn_by` names: equal values, equal digests, on every host.
+"""Digests of the values that `gpu:learn_by` names: equal values have equal digests on every host.
 
-A history is kept for each digest, so a digest must not depend on the process, the host, or the module of a class (in a
-script that is `__main__`). Of the values themselves only short ones that are no secrets are kept, in words, for reports.
-Tags are read in `policy`; histories are in `scheduling.history`.
+Each digest has a history, so it must not depend on the process, the host, or the module of a class (`__main__` in a
+script). The values themselves are kept for reports only in words, if short and no secrets. Tags are read in `policy`;
+histories are in `scheduling.history`.
 
 | value | counts by |
 |---|---|
@@ -12,7 +12,7 @@ Tags are read in `policy`; histories are in `scheduling.history`.
 | enum | class and member |
 | tuple or list of these | its items in their order |
 
-Any other value is a `PolicyError`, since the part of it that memory depends on is not known.
+Other values are a `PolicyError`: the part that memory depends on is not known.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.reports.markup import is_secret
 
-#: Characters of a digest: 48 bits are enough to tell the values of one task apart.
+#: Characters of a digest: 48 bits distinguish the values of one task.
 DIGEST_CHARS = 12
 
-#: Tuples inside tuples. It also ends the walk through a list that holds itself.
+#: Nested tuples. The limit also ends the walk through a list that contains itself.
 DEPTH_LIMIT = 4
 
-#: Characters of the words for all values of a call.
+#: Most characters of the words for all values of a call.
 WORDS_LIMIT = 120
 
-#: What `digest_values` accepts, for messages.
+#: Values accepted by `digest_values`, for messages.
 ACCEPTED = (
     f"numbers, text, True, False, None, enums, paths, and tuples or lists of these, at most {DEPTH_LIMIT} deep; give "
     f"what memory depends on a parameter of its own, as in shape=tuple(x.shape)"
@@ -51,15 +51,15 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def digest_values(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> str:
-    """Return the digest of the arguments of some parameters: `DIGEST_CHARS` hexadecimal characters.
+    """Return the digest of some arguments of a call: `DIGEST_CHARS` hexadecimal characters.
 
     Args:
-        function: The task's own.
-        names: Parameters that `gpu:learn_by` names, or keys of a `**kwargs`, in any order.
+        function: The task's own function.
+        names: Parameters in `gpu:learn_by`, or keys of a `**kwargs`, in any order.
         arguments: Bound to the parameters by name, with defaults.
 
     Raises:
-        PolicyError: The function has no such parameter, or its argument is of a type that is not accepted.
+        PolicyError: The function has no such parameter, or the type of an argument is not accepted.
     """
     given = _select(function, names, arguments)
     values = [
@@ -72,14 +72,9 @@ def digest_values(
 def describe_values(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> str:
-    """Return the arguments of some parameters in words: `batch_size=32, model=vit-b16`.
+    """Return arguments that `digest_values` accepts in words: `batch_size=32, model=vit-b16`.
 
-    A secret, which its parameter's name or its text shows, is written as `(secret)`.
-
-    Args:
-        function: The task's own.
-        names: As for `digest_values`, which must accept the values.
-        arguments: As for `digest_values`.
+    A secret, recognised by its parameter's name or its text, becomes `(secret)`.
     """
     given = _select(function, names, arguments)
     words = ", ".join(f"{name}={_words(name, given[name])}" for name in sorted(given))
@@ -89,7 +84,7 @@ def describe_values(
 def _select(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of some parameters by name, without absent keys of a `**kwargs`."""
+    """Return arguments by name for some parameters, without absent keys of a `**kwargs`."""
     parameters = inspect.signature(function).parameters
     variadic = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     rest = {} if variadic is None else arguments.get(variadic, {})
@@ -133,19 +128,12 @@ def _unknown(
 
 
 def _plain(name: str, where: str, value: Any, depth: int = 0) -> Any:
-    """Return a value as JSON can hold it; the first item of a list names the kind of value.
-
-    Args:
-        name: Of the parameter.
-        where: Path of the value, for the error: `sizes[0]`.
-        value: The argument, or an item in it.
-        depth: Tuples around the value.
-    """
+    """Return a value for JSON; a list starts with its kind. `where` is the value's path for errors: `sizes[0]`."""
     cls = type(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):
-        # Python 3.10 has no name for flags that are combined.
+        # Python 3.10 has no name for combined flags.
         said = (
             _plain(name, where, value.value, depth) if isinstance(value, enum.Flag) else value.name
         )

@@ -1,6 +1,6 @@
-"""What follows the end of a process that has returned no value: another process, or the task run's error. Pure.
+"""Choose the next step after a process without a value: another process, or the task run's error. Pure.
 
-What another process gets after an out-of-memory is in `scheduling.ladder`; `submission` carries the step out.
+The budget after an out-of-memory is in `scheduling.ladder`; `submission` carries out the step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import format_seconds
 
-#: Seconds after which a task asks again for a device that its node has refused: readings come every 0.25 s.
+#: Seconds until a task run asks again after its node's refusal: readings come every 0.25 s.
 REFUSED_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process has ended that has returned no value."""
+    """The end of a process without a value."""
 
     outcome: Failure
-    #: What its task run raises if no other process follows.
+    #: Raised by its task run if no other process follows.
     error: BaseException
     #: The error in one line, for the log.
     said: str
@@ -44,10 +44,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of an out-of-memory when the next step is chosen."""
+    """The facts about an out-of-memory."""
 
     evidence: Evidence
-    #: As for `ladder.next_rung`.
+    #: Arguments of `ladder.next_rung`.
     capacity_bytes: int
     whole_bytes: int
     alike: bool
@@ -56,27 +56,27 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is known of the task run."""
+    """The facts about the task run."""
 
     policy: GPUPolicy
-    #: With the process that has ended.
+    #: Budget increases, the ended process included.
     climb: Climb
     #: `None`: the process has not run out of memory.
     memory: Memory | None
     #: Seconds since the process asked for its devices.
     since_s: float
-    #: Error of the out-of-memory after which the process was started; `None`: there was none.
+    #: Error of the out-of-memory before this process; `None`: none.
     shortage: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What the report of the process says of its out-of-memory."""
+    """The report's facts about the out-of-memory."""
 
     cause: Cause
-    #: Bytes on one device that the process would have needed; `None`: unknown.
+    #: Bytes on one device that the process needed; `None`: unknown.
     wanted_bytes: int | None
-    #: What the next process gets; `None`: there is none.
+    #: Budget of the next process; `None`: there is none.
     rung: Rung | None
 
 
@@ -93,10 +93,10 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """The task run asks for a device again after `REFUSED_S`, since there was no process."""
+    """There was no process: the task run requests a device again after `REFUSED_S`."""
 
     grant: Grant
-    #: Shown meanwhile.
+    #: Reason shown meanwhile.
     reason: Reason
 
 
@@ -105,7 +105,7 @@ class Raise:
     """The task run ends."""
 
     error: BaseException
-    #: Added to the error; `None`: nothing.
+    #: Note added to the error; `None`: none.
     note: str | None = None
     #: As in `Retry`.
     shortage: Shortage | None = None
@@ -115,17 +115,11 @@ Step = Retry | AskAgain | Raise
 
 
 def next_step(ended: Ended, grant: Grant, history: History) -> Step:
-    """Return what follows.
-
-    Args:
-        ended: How the process has ended; `ChildRefused` as well if it was not placed.
-        grant: What it got.
-        history: What is known of the task run.
-    """
+    """Return the step after an ended process, or after a request that was not placed (`ChildRefused`)."""
     again = replace(grant, waited_s=0.0)
     match ended.outcome:
         case Lost(why):
-            # None of this task is moved again, so it comes at most once for each that is moved now.
+            # No process of this task is moved again: at most one loss for each move in progress.
             return Retry(again, f"The process was lost in a move: {why}; the body runs again")
         case EndedForOthers():
             return Retry(
@@ -134,7 +128,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
                 "a device to itself",
             )
         case ChildRefused(NodeRefusedError() as error):
-            # It goes back to its place in the queue, and what the node says is known by the next reading.
+            # The task run returns to its place in the queue; the node's state is known by the next reading.
             waited_s, limit_s = grant.waited_s + history.since_s, history.policy.wait_s
             if limit_s is None or waited_s < limit_s:
                 reason = Reason(WaitKind.OTHER_NODE, at=error.node, detail=error.problem)
@@ -143,7 +137,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
             return Raise(PlacementTimeoutError(f"gpu:wait={limit} is over: {error}"))
         case ChildRefused(PlacementError() as error) if history.shortage is not None:
             if not isinstance(error, PlacementTimeoutError):
-                # What ran out is what went wrong; that there is no more is why it ends.
+                # The error is the out-of-memory; the lack of a larger device is the note.
                 return Raise(history.shortage, str(error))
         case Cancelled():
             return Raise(ended.error)
@@ -153,7 +147,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
     evidence, capacity = memory.evidence, memory.capacity_bytes
     cause = classify(evidence)
     rung = next_rung(climb, cause, evidence, capacity, memory.whole_bytes, memory.alike)
-    # A probe beside others was not given what its tag lets it fail with.
+    # A probe that shared its device had less than its tag allows, so `gpu:oom=fail` does not apply.
     probed = evidence.shared_probe or climb.from_error
     if isinstance(rung, str) or (policy.oom == "fail" and not probed):
         note = last_words(cause, evidence, rung, capacity, memory.kind)

@@ -1,7 +1,7 @@
-"""What is heard of one child process on other threads than the engine's: its messages, and readings of its devices.
+"""The messages of one child process and the readings of its devices, on other threads than the engine's.
 
-`ProcessListener` notes facts as they come, since the engine's thread may have returned the value before the process is
-gone: in the record, at the broker, and for a suspension. What decides how the process ends goes to the engine's inbox.
+`ProcessListener` records facts as they come, in the record, at the broker and for a suspension: the engine's thread
+may return the value before the process has ended. Messages that decide the process's end go to the engine's inbox.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.suspension.suspended import Suspender
 
-#: Questions of a child that are answered on the engine's thread, whose flow run they may be about. To pickle an
-#: attribute of a module may take long.
+#: Questions of a child that are answered on the engine's thread: they may be about its flow run, and pickling a
+#: module's attribute may take long.
 _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
     "attribute": values.attribute,
     "is_first_warning": is_first_warning,
@@ -40,14 +40,14 @@ _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 class ProcessListener:
-    """Hears one child process that was placed.
+    """Receives the messages of one placed child process.
 
     Args:
-        call: Whose body the process runs.
-        broker: Of its devices.
-        ticket: Of its request.
+        call: The call of the body that the process runs.
+        broker: Broker of its devices.
+        ticket: Ticket of its request.
         record: Collects its facts.
-        memory: What the reader of its devices keeps of it.
+        memory: Its memory at the reader of its devices.
         tell: Puts a message into the inbox of the engine's thread.
         cancelled: Set when the flow run ends.
     """
@@ -73,7 +73,7 @@ class ProcessListener:
         self._kills_before = read_oom_kills()
         self._handle: launch_spec.ChildHandle | None = None
         self._launched = threading.Event()
-        # Once there is a process on this machine.
+        # Set once there is a process on this machine.
         self._suspendable: SuspendableProcess | None = None
         self._suspender: Suspender | None = None
         ticket.on_measured = self._take_measurement
@@ -86,7 +86,7 @@ class ProcessListener:
         self._launched.set()
 
     def answer_by_engine(self, question: messages.Asked) -> None:
-        """Answer a question of the process that came through the inbox."""
+        """Answer a question of the process that came through the engine's inbox."""
         self._answer(functools.partial(_ANSWERED_BY_ENGINE[question.method], **question.arguments))
 
     def abandon(self) -> None:
@@ -100,7 +100,7 @@ class ProcessListener:
 
     @property
     def away_s(self) -> float | None:
-        """Seconds since the process was suspended; `None`: it is not."""
+        """Seconds since the process was suspended; `None`: it is not suspended."""
         return None if self._suspender is None else self._suspender.away_s
 
     def kill(self) -> None:
@@ -109,25 +109,25 @@ class ProcessListener:
         self._handle.kill()
 
     def kill_lingering(self) -> None:
-        """Kill the process if it has sent its value and is cancelled: it may linger at its exit."""
+        """Kill a cancelled process that has sent its value: it may hang at its exit."""
         if self._record.value_arrived and self._cancelled.is_set() and self._handle is not None:
             self._handle.kill()
 
     def end_for_others(self, device: Device) -> None:
-        """End the process for other first runs on a device."""
+        """End the process to free memory on a device for other first runs."""
         self._tell(process_run.EndedForOthers(device.label))
 
     # The launcher's thread.
 
     def hear(self, message: launch_spec.Heard) -> None:
-        """Take a message of the child."""
+        """Handle a message of the child process."""
         remote = self._broker.reader.remote
         if self._suspendable is not None:
             self._suspendable.hear(message)
         match message:
             case launch_spec.ChildStarted(pid):
                 self._attach(pid)
-            # On a cluster nothing follows; the node kills the process.
+            # On a cluster no `ChildExited` follows; the node kills the process.
             case launch_spec.ChildRefused(ProtocolError() as error) if not remote:
                 self._tell(process_run.Failed(error))
             case launch_spec.ChildRefused():
@@ -148,7 +148,7 @@ class ProcessListener:
                 self._tell(message)
             case launch_spec.ValueArrived():
                 self._record.add_value()
-                # Once more while it still holds what it used.
+                # A last reading while the process still holds its memory.
                 self._broker.refresh()
                 self.kill_lingering()
                 self._tell(message)
@@ -156,7 +156,7 @@ class ProcessListener:
                 self._release()
                 self._tell(process_run.Died(message, self._kill_cause(message)))
             case messages.Message():
-                # The others are a standby's, or were for the suspension.
+                # Other messages are a standby's, or were handled by the suspension above.
                 pass
             case _:
                 assert_never(message)
@@ -188,7 +188,7 @@ class ProcessListener:
         self._send(answer)
 
     def _send(self, message: messages.Message) -> None:
-        # `start` returns before the child can have asked anything, but for one turn of a thread.
+        # `start` may return a moment after the child's first question.
         self._launched.wait()
         assert self._handle is not None
         self._handle.answer(message)
@@ -202,7 +202,7 @@ class ProcessListener:
             self._ticket.stand_in_bytes = counters.reserved_bytes + self._record.context_bytes
 
     def _release(self) -> None:
-        """Release the devices at the broker: the process has ended, or was never started."""
+        """Release the devices at the broker: the process has ended or was never started."""
         if self._suspender is not None:
             self._suspender.end()
         if self._record.pid is not None:
@@ -213,7 +213,7 @@ class ProcessListener:
         self._broker.end(self._ticket)
 
     def _kill_cause(self, exited: launch_spec.ChildExited) -> Cause | None:
-        """Return the cause of a SIGKILL that the runner did not send; `None`: there was no such signal."""
+        """Return the cause of a SIGKILL that the runner did not send; `None`: no such signal."""
         if exited.code != -signal.SIGKILL or exited.killed_because:
             return None
         return "host" if read_oom_kills() > self._kills_before else "unknown"
@@ -221,12 +221,12 @@ class ProcessListener:
     # The broker's thread.
 
     def _lose(self, error: PrefectGPUError) -> None:
-        """End the suspended process: no device is left for its return."""
+        """End the suspended process: no device is left for it to resume on."""
         self._tell(Lost(f"it was suspended and cannot come back: {first_line(error)}"))
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         if self._suspender is not None and self._suspender.away:
-            # On its way it holds a part, which says nothing of what it needs.
+            # During a move a part of its memory is on the device, which does not show its need.
             self._record.add_absence(at_s)
             return
         sizes_bytes = tuple(each.total_bytes for each in measured)

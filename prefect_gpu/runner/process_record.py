@@ -1,7 +1,6 @@
-"""What is learned of one process while it runs, and the report that is made of it.
+"""Collect and sum up facts about one process while it runs, and make its report.
 
-It collects facts and adds them up. It starts and decides nothing (`attempt`), and it does not draw or
-publish (`reports`).
+`attempt` starts the process and decides; `reports` draws and publishes.
 """
 
 from __future__ import annotations
@@ -37,26 +36,25 @@ from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 
-#: Processes of a body whose memory is noted one by one, times the devices that they use.
+#: Most process and device pairs of a body whose memory is recorded.
 MOST_PROCESSES = 256
 
 
-#: Wall-clock seconds since the epoch at which the monotonic clock was 0, read once: a report's times are then
-#: as far apart as the monotonic ones, and a reservation that has ended never seems to overlap the next.
+#: Wall-clock seconds since the epoch at monotonic time 0, read once: times in a report are as far apart as monotonic
+#: ones, and an ended reservation never seems to overlap the next.
 EPOCH_S = time.time() - time.monotonic()
 
 
 class ProcessRecord:
-    """Facts of one process, from its placement on. Safe to use from several threads.
+    """Facts about one process from its placement on. Safe to use from several threads.
 
-    The broker's thread adds readings, the launcher's thread what the process says, and the engine's
-    thread what its frameworks may take.
+    The broker's thread adds readings, the launcher's thread messages of the process, the engine's thread caps.
 
     Args:
-        placement: Where it runs.
-        placed_s: Monotonic seconds when it was placed.
-        queued_s: Seconds that it waited for that.
-        watched: It has a budget to keep to: `add_reading` returns an overshoot.
+        placement: Of the process.
+        placed_s: Monotonic seconds of the placement.
+        queued_s: Seconds of waiting before it.
+        watched: The process has a budget to keep to: `add_reading` returns an overshoot.
     """
 
     def __init__(
@@ -73,54 +71,51 @@ class ProcessRecord:
         self._series = SeriesBuilder(sum(placement.budget_bytes))
         self._context = ContextWatch()
         self._counted = False
-        #: The last counters are those of the body's end: its peaks are whole.
+        #: The last counters are from the body's end: their peaks are complete.
         self._counted_out = False
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
         self._used: tuple[str, ...] = ()
-        #: Their times are seconds since the placement.
+        #: Times are seconds since the placement.
         self._suspensions: tuple[Suspension, ...] = ()
-        #: Most that each process held of each device, in bytes, by the device's place and process id.
+        #: Peak bytes by the device's place in the placement and process id.
         self._processes: dict[tuple[int, int], int] = {}
-        #: Most that all of them held of each device.
+        #: Peak bytes of all processes together on each device.
         self._device_peaks = [0] * len(placement.devices)
-        #: Their times are seconds since the body's first line.
+        #: Times are seconds since the body's first line.
         self._marks = MarkKeeper()
         self._metrics: tuple[tuple[str, float], ...] = ()
-        #: Most that it held, as itself or the simulated devices know it, in bytes.
+        #: Peak bytes reported by the process itself or by simulated devices.
         self._own_peak_bytes = 0
         # Set by the methods below; any thread may read them.
-        #: Process id; `None`: there is no process yet.
+        #: Process id; `None`: no process yet.
         self.pid: int | None = None
-        #: Bytes that a framework could allocate at most on a device; `None`: no cap.
+        #: Most bytes that a framework can allocate on a device; `None`: no cap.
         self.cap_bytes: int | None = None
         #: Bytes of context left out of the cap.
         self.context_bytes = 0
-        #: Contexts as they are known on its device, in bytes by framework.
+        #: Known contexts on its device, in bytes by framework.
         self.known_contexts: Mapping[str, int] = {}
-        #: Bytes that its devices last showed for it; `None`: no reading has come.
+        #: Bytes in the last reading of its devices; `None`: no reading yet.
         self.seen_bytes: int | None = None
-        #: What its steps show so far; `None`: there was none.
+        #: Facts about its steps so far; `None`: no step.
         self.steps: StepFacts | None = None
         #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
         self.started_s: float | None = None
         self.ended_s: float | None = None
-        #: The value has arrived whole.
+        #: The value has arrived completely.
         self.value_arrived = False
-        #: What the child saw when device memory ran out; `None`: it did not, or it is not known.
+        #: The child's facts about its out-of-memory; `None`: none, or not known.
         self.out_of_memory: OutOfMemory | None = None
 
     @property
     def total_budget_bytes(self) -> int:
-        """Bytes on all its devices together."""
+        """Bytes of the budgets on all its devices together."""
         return sum(self._placement.budget_bytes)
 
     @property
     def last_process_bytes(self) -> int | None:
-        """Bytes on all its devices when they last showed any; `None`: they never did.
-
-        A process that was killed leaves the driver's list before its end is heard.
-        """
+        """Bytes in the last non-zero reading, since the driver drops a killed process early; `None`: there was none."""
         with self._lock:
             samples = self._series.samples
         return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
@@ -128,18 +123,18 @@ class ProcessRecord:
     def set_caps(
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
     ) -> None:
-        """Note what its frameworks may take; the attributes of these names say what each is."""
+        """Record the caps and contexts of its frameworks, as in the attributes of these names."""
         with self._lock:
             self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
             self.known_contexts = known_contexts
 
     def add_start(self, pid: int) -> None:
-        """Note its process; a second one replaces the first, which ended before it took the call."""
+        """Record the process id; a second process replaces the first, which ended before it took the call."""
         with self._lock:
             self.pid = pid
 
     def add_first_line(self) -> float:
-        """Note that the body begins; return the monotonic seconds."""
+        """Record that the body begins; return the monotonic seconds."""
         with self._lock:
             self.started_s = started_s = time.monotonic()
             return started_s
@@ -147,15 +142,12 @@ class ProcessRecord:
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
     ) -> tuple[int, int] | None:
-        """Note what its devices show for it.
+        """Record a reading of its devices. Return the first overshoot as bytes and budget, otherwise `None`.
 
         Args:
             at_s: Monotonic seconds.
-            sizes_bytes: Of the whole process on each device, in the placement's order.
-            live_bytes: What it has allocated, where the devices know (simulated ones do).
-
-        Returns:
-            Bytes and budget of the first reading above its budget; `None`: it is none, or not the first.
+            sizes_bytes: Bytes of the whole process on each device, in the placement's order.
+            live_bytes: Allocated bytes, if the devices know them (simulated ones do).
         """
         total = sum(sizes_bytes)
         with self._lock:
@@ -170,13 +162,13 @@ class ProcessRecord:
         return None
 
     def add_absence(self, at_s: float) -> None:
-        """Note that its memory is on the host, or on the way, at a reading (monotonic seconds)."""
+        """Record at a reading (monotonic seconds) that its memory is on the host, or being moved."""
         with self._lock:
             self.seen_bytes = 0
             self._add(at_s, 0, None, None)
 
     def add_suspension(self, suspension: Suspension) -> None:
-        """Note that it was suspended, and runs again."""
+        """Record a suspension that has ended."""
         placed = replace(
             suspension,
             begun_s=suspension.begun_s - self._placed_s,
@@ -186,7 +178,7 @@ class ProcessRecord:
             self._suspensions = (*self._suspensions, placed)
 
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
-        """Note what each of its processes holds: on each device, in the placement's order, by process id."""
+        """Record the bytes of each of its processes: per device in the placement's order, by process id."""
         with self._lock:
             for device, held in enumerate(by_pid):
                 for pid, held_bytes in held.items():
@@ -195,10 +187,7 @@ class ProcessRecord:
                         self._processes[key] = max(held_bytes, self._processes.get(key, 0))
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
-        """Note what its frameworks say themselves.
-
-        The body may reset their peaks, which are its own to read: the largest seen counts.
-        """
+        """Record its frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
         with self._lock:
             self._counted = True
             self._used = frameworks
@@ -212,24 +201,19 @@ class ProcessRecord:
             self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
 
     def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
-        """Note what its steps show so far, and the marks that are new.
-
-        Args:
-            steps: `None`: there was none.
-            marks: Their times are seconds since the body's first line.
-        """
+        """Record the facts about its steps (`None`: no step) and new marks, in seconds since the body's first line."""
         with self._lock:
             self.steps = steps or self.steps
             self._marks.add(*marks)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
-        """Note peaks that are known only at its end (simulated devices)."""
+        """Record peaks that are known only at its end (simulated devices)."""
         with self._lock:
             self._own_peak_bytes = process_bytes
             self._add(time.monotonic(), None, live_bytes, live_bytes)
 
     def add_end(self, ended: BodyEnded) -> None:
-        """Note how its body ended, as the child says. It may still die sending its value."""
+        """Record the body's end as the child reports it. The child may still die while it sends its value."""
         with self._lock:
             self.ended_s = time.monotonic()
             if ended.counters is not None:
@@ -243,12 +227,12 @@ class ProcessRecord:
             self.out_of_memory = ended.out_of_memory or self.out_of_memory
 
     def add_value(self) -> None:
-        """Note that the value has arrived whole."""
+        """Record that the value has arrived completely."""
         with self._lock:
             self.value_arrived = True
 
     def add_overshoot(self, seen_bytes: int) -> None:
-        """Note that it is killed for holding more than its budget: an out-of-memory of its own."""
+        """Record that the process is killed above its budget, as an out-of-memory of its own."""
         with self._lock:
             self.out_of_memory = OutOfMemory(
                 "", wanted_bytes=0, process_bytes=seen_bytes, says_own_cap=True
@@ -273,19 +257,19 @@ class ProcessRecord:
         shared_with: tuple[str, ...] = (),
         capacity_bytes: int | None = None,
     ) -> TaskReport:
-        """Make the report, once nothing is left of the process.
+        """Return the report, once nothing is left of the process.
 
         Args:
-            call: Whose body it ran.
+            call: The call of the body that it ran.
             kind: Of its devices.
-            number: From 1: which process of the task run.
-            budget_source: Where its budget came from.
-            frameworks: As tagged; empty: those that it used.
+            number: Number of the process in its task run, from 1.
+            budget_source: Of its budget.
+            frameworks: From the tags; empty: the frameworks that it used.
             verdict: How it ended.
-            leaked_bytes: What did not come back; `None`: not known.
-            gone_s: Monotonic seconds when the process ended; `None`: now.
-            shared_with: Names of the tasks that were on its devices meanwhile.
-            capacity_bytes: Most that its task could be given of each device; `None`: not known.
+            leaked_bytes: Bytes that were not freed; `None`: not known.
+            gone_s: Monotonic seconds of its end; `None`: now.
+            shared_with: Names of tasks on its devices meanwhile.
+            capacity_bytes: Largest possible budget on each device; `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -345,7 +329,7 @@ class ProcessRecord:
             )
 
     def _several_processes(self) -> tuple[ProcessPeak, ...]:
-        """Return what each process held of each device; nothing for the task's own on one device."""
+        """Return the peaks of each process on each device; empty for a single process on one device."""
         if len(self._device_peaks) == 1 and {pid for _, pid in self._processes} <= {self.pid}:
             return ()
         peaks: list[ProcessPeak] = []
@@ -359,50 +343,47 @@ class ProcessRecord:
         return tuple(peaks)
 
     def _seen_steps(self) -> StepFacts | None:
-        """Return what its steps show; steady memory only for frameworks where sampling sees it."""
+        """Return the facts about its steps; steady memory only for frameworks where sampling sees it."""
         steps = self.steps
         if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
             return steps
         return replace(steps, steady_live_bytes=None)
 
     def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
-        """Return the marks with their times since the placement."""
+        """Return the marks with times since the placement."""
         before_s = started_s - self._placed_s
         return tuple(replace(m, at_s=m.at_s + before_s) for m in self._marks.marks())
 
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
-        """Return the process's peak, its context, and where the peak comes from."""
+        """Return the process's peak, its context, and the source of the peak."""
         peak, context, source = self._estimate(kind, peak_reserved)
-        # A context that is assumed may be larger than the real one.
+        # An assumed context may be larger than the real one.
         total = sum(device.total_bytes for device in self._placement.devices)
         return min(peak, total), min(context, total), source
 
     def _estimate(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         peak = self._series.peak_process_bytes or 0
         if kind != "nvml":
-            # The child knows the peak of a resident set that no reading has seen.
+            # The child knows peaks of its resident set that no reading shows.
             return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
         context = self._context.seen_bytes
         if context is None:
             context = self._unseen_context_bytes(peak, peak_reserved)
         if peak_reserved is None or not self._counted or peak >= peak_reserved:
-            # Without attribution the peak is what its own counters stood in with.
+            # Without attribution the peak is from its own counters.
             attributed = all(device.attributed for device in self._placement.devices)
             return peak, context, kind if attributed else "framework"
-        # No reading has seen the peak, or the device does not attribute memory to processes.
+        # No reading shows the peak, or the device does not attribute memory to processes.
         return peak_reserved + context, context, "framework"
 
     def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
-        """Estimate the context where no reading can be compared with what the allocators held.
-
-        That is so for a body that empties its cache all the time. If no reading met its peak, the
-        difference of the peaks is too small, and a cap computed from it would let the process pass
-        its budget. So the assumed context, where there is one, is the least.
-        """
+        """Estimate the context where no reading can be compared with the allocators' memory."""
         assumed = self._assumed_context_bytes()
         if not peak_reserved or (assumed and not self._counted_out):
-            # It died, and may have taken more than its counters said: the difference means nothing.
+            # It died, and may have held more than its counters showed: the difference means nothing.
             return assumed
+        # A body that empties its cache all the time. If no reading met its peak, the difference is too small, and a cap
+        # computed from it would let the process pass its budget: the assumed context is the least.
         return max(assumed, peak - peak_reserved)
 
     def _assumed_context_bytes(self) -> int:
@@ -413,33 +394,31 @@ class ProcessRecord:
 
 
 class ContextWatch:
-    """Derives the context of one process: what the device shows above what its allocators hold.
+    """Derives the context of one process: memory on the device above the memory of its allocators. For one thread.
 
-    Different processes read the two at different times. Each reading of the device is therefore
-    compared with the most that the allocators held between the counters before and after it:
+    Device and allocators are read at different times by different processes. Each reading of the device is compared
+    with the allocators' largest memory between the counters before and after it:
 
-    - If they freed nothing in between, what they held only rose, and the later counters bound it.
-      The context can then only be too small, and the largest of many is right.
-    - If they freed something, they may have held any amount for a moment (`cudnn.benchmark` tries
-      its workspaces that way), and the reading is ignored.
-    - If they do not count what they free, the largest amount that they ever held bounds a period in
-      which that amount rose, and no other.
+    - If they freed nothing in between, their memory only rose, and the later counters bound it. The context can then
+    only be too small, and the largest of many is right.
+    - If they freed something, their memory is unknown for a moment (`cudnn.benchmark` tries its workspaces that way),
+    and the reading is ignored.
+    - If they do not count freed memory, their overall peak bounds a period in which it rose, and no other.
 
-    Readings after the last counters are ignored too: a process may take gigabytes just before it
-    dies. For one thread at a time.
+    Readings after the last counters are ignored: a process may take gigabytes just before it dies.
     """
 
     def __init__(self) -> None:
         self._reserved_bytes: int | None = None
         self._freed_bytes: int | None = None
         self._peak_bytes = 0
-        #: Readings since the last counters, in bytes: the newest.
+        #: Newest readings since the last counters, in bytes.
         self._pending: collections.deque[int] = collections.deque(maxlen=8)
-        #: The largest context seen so far, in bytes; `None`: none.
+        #: Largest context so far, in bytes; `None`: none.
         self.seen_bytes: int | None = None
 
     def add_reading(self, process_bytes: int) -> None:
-        """Add what the device shows for the process."""
+        """Add a reading of the device in bytes."""
         if process_bytes and self._reserved_bytes is not None:
             self._pending.append(process_bytes)
 
@@ -449,18 +428,12 @@ class ContextWatch:
         peak_bytes: int | None = None,
         freed_bytes: int | None = None,
     ) -> None:
-        """Add what its allocators report; `None`: they do not report it.
-
-        Args:
-            reserved_bytes: What they hold.
-            peak_bytes: The most they ever held.
-            freed_bytes: What they have freed so far.
-        """
+        """Add its allocators' counters: bytes held, largest ever held, and freed so far; `None`: not reported."""
         before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
         freed_before, self._freed_bytes = self._freed_bytes, freed_bytes
         peak_before, self._peak_bytes = self._peak_bytes, max(self._peak_bytes, peak_bytes or 0)
         if before is not None and reserved_bytes is not None and freed_before == freed_bytes:
-            # A peak that rose did so between the two.
+            # A peak that rose did so between the two counters.
             rose = self._peak_bytes if self._peak_bytes > peak_before else 0
             most = max(before, reserved_bytes, rose)
             seen = [size - most for size in self._pending if size > most > 0]

@@ -1,7 +1,7 @@
 """The life of one child process as a state machine: a message in, actions out. Pure.
 
-`ProcessRun` decides how a process has ended, when it is killed, and what its task run shows. `attempt` reads the messages and
-carries out the actions. The words of an outcome are in `endings`, and what follows it in `next_step`.
+`ProcessRun` decides how a process ends, when it is killed, and the shown state of its task run. `attempt` reads
+messages and carries out actions. Text for an outcome is in `endings`, the next step in `next_step`.
 
     STARTING ──BodyBegan──▶ RUNNING ──BodyEnded──▶ SENDING ──ValueArrived──▶ OPENING ──Opened──▶ FINISHED
         └──── TimedOut, Cancelled, … ──▶ KILLED, LOST ──Died──▶ FINISHED
@@ -24,7 +24,7 @@ from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.values.transport import ReceivedValue
 
-# Outcomes. One that is decided elsewhere is the message that says so, too.
+# Outcomes. If another part decides an outcome, its message is the outcome.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,16 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The body has raised, its value cannot be read, or the process has sent bytes that are no message."""
+    """The body raised, its value is unreadable, or the process sent bytes that are no message."""
 
     error: Exception
-    #: Traceback of the child, as text; `None`: the error is not the body's.
+    #: Traceback in the child, as text; `None`: the body did not raise the error.
     traceback: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The body has raised for lack of device memory, or a device shows more than the budget of its process."""
+    """The body raised for lack of device memory, or a device shows more memory than the process's budget."""
 
     error: Exception
     #: As in `Failed`.
@@ -54,7 +54,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """The body has raised `SystemExit` or the like, which ends a process. Raised here it would end the flow."""
+    """The body raised `SystemExit` or the like, which ends a process. Raised in the parent it would end the flow."""
 
     error: BaseException
     traceback: str
@@ -71,7 +71,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The body ran longer than `timeout_seconds`: the last `SetDeadline` is over."""
+    """The body ran longer than `timeout_seconds`: the last `SetDeadline` has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ Outcome = Done | Failure
 
 @dataclass(frozen=True, slots=True)
 class BodyBegan:
-    """The body's first line is next."""
+    """The body's first line is about to run."""
 
     #: Monotonic seconds.
     at_s: float
@@ -105,7 +105,7 @@ class BodyBegan:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The value of an `OpenValue`; if it cannot be unpickled, `Failed` is sent instead."""
+    """The value of an `OpenValue` was unpickled; otherwise `Failed` is sent."""
 
     value: Any
 
@@ -123,7 +123,7 @@ RunMessage = ChildMessage | MachineMessage | Opened | Failed | OutOfMemory | Tim
 class Kill:
     """Kill the process."""
 
-    #: No process of its task is suspended any more.
+    #: From now on no process of its task is suspended.
     bars_moves: bool = False
 
 
@@ -134,7 +134,7 @@ class ShowRunning:
 
 @dataclass(frozen=True, slots=True)
 class ShowAwaiting:
-    """Show the task run as waiting for something."""
+    """Show the task run as waiting for a reason."""
 
     reason: Reason
 
@@ -148,9 +148,9 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class SetDeadline:
-    """Send `TimedOut` if no other message has come until then."""
+    """Send `TimedOut` if no other message comes before the deadline."""
 
-    #: Monotonic seconds; `None`: there is no deadline now.
+    #: Monotonic seconds; `None`: no deadline.
     at_s: float | None
 
 
@@ -164,18 +164,18 @@ class OpenValue:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The outcome is known; no message is handled any more."""
+    """The outcome is known; no further message is handled."""
 
     outcome: Outcome
 
 
-#: A log record or an event is sent on, and a question is answered.
+#: Actions of the same name: forward a log record or an event, answer a question.
 Served = Asked | LogEmitted | EventEmitted
 Action = Kill | ShowRunning | ShowAwaiting | Warn | SetDeadline | OpenValue | Served | Finish
 
 
 class Phase(Enum):
-    """How far a process is."""
+    """The phases of a process."""
 
     STARTING = "no line of the body has run"
     RUNNING = "the body runs"
@@ -193,7 +193,7 @@ _ENDS = {Died: Phase.FINISHED, ChildRefused: Phase.FINISHED}
 _KILLS = {**dict.fromkeys((Cancelled, OutOfMemory, Failed), Phase.KILLED), Lost: Phase.LOST}
 _BEGUN = {BodyEnded: Phase.SENDING, EndedForOthers: Phase.KILLED, **_KILLS, **_ENDS}
 
-#: The next phase. A pair that is neither here nor in `IGNORED` is illegal.
+#: Next phase by phase and message. A pair neither here nor in `IGNORED` is illegal.
 TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
     Phase.STARTING: {
         **dict.fromkeys((*_SERVED, *_MOVED), Phase.STARTING),
@@ -228,7 +228,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
     Phase.FINISHED: {},
 }
 
-#: What is said of a process that was killed already.
+#: Messages about a process that was already killed.
 _LATE = frozenset({*_MOVED, BodyBegan, Lost, OutOfMemory, EndedForOthers, Failed})
 
 #: Messages without effect.
@@ -236,7 +236,7 @@ IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
     # Values that no body has announced.
     Phase.STARTING: frozenset({ValueArrived}),
     Phase.RUNNING: frozenset({ValueArrived}),
-    # Its value is about to come.
+    # The value is about to arrive.
     Phase.SENDING: frozenset({EndedForOthers}),
     Phase.OPENING: frozenset(),
     Phase.KILLED: _LATE | {BodyEnded, ValueArrived},
@@ -254,17 +254,17 @@ class ProcessRun:
     """One child process. For one thread.
 
     Args:
-        timeout_s: Seconds that its body may run, while the process is not suspended; `None`: no limit.
-        enforces: A process above its budget is killed; else it is warned of.
+        timeout_s: Seconds for the body, suspensions not counted; `None`: no limit.
+        enforces: Kill a process above its budget; otherwise warn of it.
     """
 
     def __init__(self, timeout_s: float | None, enforces: bool) -> None:
         self._timeout_s = timeout_s
         self._enforces = enforces
         self.phase = Phase.STARTING
-        #: Monotonic seconds when the body's time is over, unless the process is suspended until then.
+        #: Monotonic seconds of the body's timeout; a suspension moves it.
         self._ends_s: float | None = None
-        #: Monotonic seconds when the process was suspended; `None`: it is not.
+        #: Monotonic seconds of the suspension; `None`: not suspended.
         self._suspended_s: float | None = None
         self._deadline_s: float | None = None
         self._body_ended: BodyEnded | None = None
@@ -272,10 +272,10 @@ class ProcessRun:
         self._decided: Failure | None = None
 
     def handle(self, message: RunMessage) -> list[Action]:
-        """Take the next message, and return what is to be done.
+        """Handle the next message, and return the actions to carry out.
 
         Raises:
-            IllegalTransition: The message cannot come in this phase.
+            IllegalTransition: The message is not allowed in this phase.
         """
         kind = type(message)
         if kind in IGNORED[self.phase]:
@@ -334,7 +334,7 @@ class ProcessRun:
 
 
 def _outcome(ended: BodyEnded, value: Any) -> Outcome:
-    """Return the outcome of a body whose value is there."""
+    """Return the outcome of a body whose value has arrived."""
     if not ended.raised:
         return Done(value)
     error = value

@@ -1,7 +1,7 @@
-"""What logs say of GPU tasks: of each process when it is placed and when it has ended, of a flow run at its end.
+"""Log lines about GPU tasks: at the placement and at the end of a process, and at the end of a flow run.
 
-Text only. The lines of a process are logged by `attempt`, the summary by `active_runner`; what a waiting task run
-logs is in `engine`. The flow's report, with every process, is in `reports`.
+`attempt` logs the lines of a process, `active_runner` the summary. Lines about waiting task runs are in `engine`, the
+flow's report with all processes in `reports`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Placement
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Lines that a summary has of tasks, of devices and of tags at most; with the first and those that count what is left
-#: out, these are 12.
+#: Most lines of a summary on tasks, devices and tags: 12 with the first line and the counts of omitted lines.
 MOST_LINES = 3, 2, 3
 
-#: A shorter wait (seconds) is not mentioned.
+#: Shortest wait in seconds that is mentioned.
 LEAST_WAIT_S = 1.0
 
 
 def placed_line(
     placement: Placement, grant: Grant, identity: HistoryKey, whole: bool, waited_s: float
 ) -> str:
-    """Return where a process runs, with how much memory, and why as much.
+    """Return where a process runs, its memory, and the reason for its budget.
 
     Args:
         placement: Its devices.
-        grant: What it was to get.
-        identity: Whose history it uses.
-        whole: It has all that its devices had free.
+        grant: Its requested budget.
+        identity: The history that it uses.
+        whole: It has all free memory of its devices.
         waited_s: Seconds that the task run waited for it.
     """
     shares = any(r.probe for r in placement.reservations)
@@ -58,7 +57,7 @@ def placed_line(
 
 
 def _learned_words(runs: int, identity: HistoryKey) -> str:
-    """Return the words for the runs that a budget was learned from. `HistoryKey` decides which runs count."""
+    """Return the text about the runs that a budget was learned from, chosen by `HistoryKey`."""
     count = "1 run" if runs == 1 else f"{runs} runs"
     where = "outside a flow" if identity.flow_name is None else "in this flow"
     values = identity.learn_by_words or ("equal gpu:learn_by values" if identity.learn_by else "")
@@ -66,7 +65,7 @@ def _learned_words(runs: int, identity: HistoryKey) -> str:
 
 
 def ended_line(report: TaskReport) -> str:
-    """Return what a process used; empty: another line says why it ended."""
+    """Return the memory that a process used; empty: another line says why it ended."""
     if report.outcome in ("oom", "cancelled"):
         return ""
     kind = " of host memory" if report.source == "host" else ""
@@ -76,12 +75,7 @@ def ended_line(report: TaskReport) -> str:
 
 
 def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> str:
-    """Return what the GPU tasks of a flow run have needed, in at most 12 lines.
-
-    Args:
-        states: How many task runs ended in each state, by its name.
-        reports: One for each process; compact ones are enough.
-    """
+    """Return a flow run's final states and the needs of its GPU tasks, from compact reports, in at most 12 lines."""
     counts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda s: -s[1])]
     tasks: dict[str, list[TaskReport]] = {}
     for report in reports:
@@ -125,7 +119,7 @@ def _device_line(device: Device, peak_bytes: int) -> str:
 
 
 def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
-    """Yield a line for each task whose tag is to be changed: a tag holds for all sets of its `gpu:learn_by` values."""
+    """Yield a line for each task with a tag to change. One tag holds for all sets of its `gpu:learn_by` values."""
     sets: dict[str, list[TaskTags]] = {}
     for each in tags:
         if each.write:
@@ -147,11 +141,8 @@ def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
-    """Return the most bytes that all processes together held of each device.
-
-    A peak between two readings is only known of one process, by its frameworks' counters. Readings that were merged keep
-    the largest, so the sum may be more than there was; it is never more than the device has.
-    """
+    """Return the peak bytes of all processes together on each device, at most the device's memory."""
+    # A bound: merged readings keep the largest. Counters show peaks between readings, but of one process only.
     changes: dict[Device, list[tuple[float, int]]] = {}
     alone: dict[Device, int] = {}
     for report in reports:
@@ -174,7 +165,7 @@ def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
 
 
 def _held(report: TaskReport) -> Iterator[tuple[float, int]]:
-    """Yield what a process held from when on, as seconds since its placement and bytes: nothing while it was suspended."""
+    """Yield the bytes of a process and their time in seconds since its placement; 0 while it was suspended."""
     away = [(s.begun_s + s.out_s, s.ended_s - s.in_s) for s in report.suspensions]
     held = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
     yield from sorted(

@@ -1,8 +1,8 @@
-"""One submitted GPU task: what Prefect's engine runs in place of its body, process after process.
+"""One submitted GPU task: the processes that Prefect's engine runs in place of its body.
 
-`GPUTask` is the task, and `BodyRun` one call of its body: it starts attempts until one answers or another would
-not help. What follows an out-of-memory is decided in `scheduling.ladder`, one process is `attempt`, and what a
-runner keeps for all of its tasks is in `active_runner`.
+`GPUTask` is the task. `BodyRun` is one call of its body: it starts attempts until one returns a value or another
+attempt would not help. Retries after an out-of-memory are decided in `scheduling.ladder`, one process is `attempt`,
+and `active_runner` has what all tasks of a runner share.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ from prefect_gpu.scheduling.ladder import Climb
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
 
-#: Seconds between two messages that a node refuses a task.
+#: Seconds between two log lines about a node that refuses a task.
 TELL_S = 30.0
 
-#: Seconds that the next process of a task run waits at most for the end of the one before it and for its
-#: memory: what both may take (`launcher.EXIT_GRACE_S`, `device_view.RECOVERY_S`).
+#: Longest wait in seconds of a task run's next process for the end of the previous one and for its memory
+#: (`launcher.EXIT_GRACE_S`, `device_view.RECOVERY_S`).
 ENDING_S = 10.0
 
 
@@ -74,13 +74,13 @@ class BodyRun:
 
     Args:
         call: The call.
-        climb: How far earlier calls for the same task run have climbed.
-        numbers: Numbers the processes of the task run.
-        broker: Of the runner's devices.
+        climb: Budget increases in earlier calls for the same task run.
+        numbers: Numbers of the task run's processes.
+        broker: Broker of the runner's devices.
         launcher: Starts the processes.
-        book: Says what they get.
+        book: Chooses their budgets.
         report: Takes the report of each process, from any thread.
-        new_attempt: Makes an attempt; tests have others.
+        new_attempt: Creates an attempt; replaced in tests.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BodyRun:
     ) -> None:
         self._call = call
         self._policy = call.plan.policy
-        #: How far it has climbed.
+        #: Budget increases so far.
         self.climb = climb
         self._numbers = numbers
         self._broker = broker
@@ -106,79 +106,76 @@ class BodyRun:
         self._new_attempt = new_attempt
         self._lock = threading.Lock()
         self._cancelled = False
-        #: In order; at most `ladder.MOST_PROCESSES`.
+        #: Attempts in order; at most `ladder.MOST_PROCESSES`.
         self._attempts: list[Attempt] = []
         self._over = threading.Event()
         #: Histories for which its process probes beside other tasks.
         self._probed: frozenset[HistoryKey] = frozenset()
 
     def cancel(self) -> None:
-        """End it, wherever it is. From any thread; `run` then raises `CancelledByRunner`."""
+        """End the run in any state, from any thread; `run` then raises `CancelledByRunner`."""
         with self._lock:
             self._cancelled = True
             attempts = tuple(self._attempts)
         self._book.wake()
         for attempt in attempts:
-            # Those before the last may linger at their exit.
+            # Attempts before the last may hang at their exit.
             attempt.cancel()
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of its processes is left and their reports were handed on."""
+        """Whether all its processes are gone and their reports were passed on."""
         return self._over.is_set() and all(a.finished.is_set() for a in self._attempts)
 
     def wait_finished(self, timeout_s: float) -> bool:
-        """Wait until `finished`; `False`: it was not in time."""
+        """Wait until `finished`; `False`: the time is over."""
         deadline = time.monotonic() + timeout_s
         events = (self._over, *(attempt.finished for attempt in self._attempts))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     @property
     def broker(self) -> Broker:
-        """Hands out its devices."""
+        """Broker of its devices."""
         return self._broker
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in the queue: the lower is first."""
+        """Its place in the queue, lowest first."""
         return -self._policy.priority, self._call.plan.sequence
 
     @property
     def has_devices(self) -> bool:
-        """Whether a process of it has devices now. From any thread."""
+        """Whether a process of the run has devices now. From any thread."""
         return bool(self._attempts) and self._attempts[-1].has_devices
 
     def running(self) -> RunningTask | None:
-        """Return what is shown of it while it has devices; `None`: it has none. From any thread."""
+        """Return its row in the live view while it has devices; `None`: it has none. From any thread."""
         return self._attempts[-1].running() if self._attempts else None
 
     def waiting(self) -> WaitingTask:
-        """Return what is shown of it while it has no devices. From any thread."""
+        """Return its row in the live view while it has no devices. From any thread."""
         run = self._call.run
-        # Without a process it waits for what the first run of its like shows.
+        # Without a process it waits for the first run of its task.
         seconds, reason = None, run.awaits
         if self._attempts:
             seconds, reason = self._attempts[-1].why_it_waits()
         return WaitingTask(self.order, clean_name(run.task_run.name), seconds, reason)
 
     def run(self) -> object:
-        """Run the body until a process answers.
-
-        Returns:
-            What the body returned.
+        """Run the body until a process returns a value; return that value.
 
         Raises:
             PlacementError: No device can hold it, or none was free in time.
             CancelledByRunner: `cancel` was called.
-            BaseException: What `Attempt.run` raises for the last process.
+            BaseException: The error of `Attempt.run` for the last process.
         """
         try:
             return self._run_processes()
         finally:
-            # It may end before it has asked for a device, and Prefect retry it later.
+            # The run may end before its request, and Prefect may retry it later.
             self._call.place.leave()
             self._over.set()
-            # What else keeps this object, such as a context of Prefect, keeps no arguments with it.
+            # A Prefect context may keep this object, but no arguments with it.
             self._call = self._call.without_arguments()
 
     def _run_processes(self) -> object:
@@ -199,10 +196,10 @@ class BodyRun:
                 self._book.begin_probe(self._probed, attempt.learn_need)
                 try:
                     placement = attempt.place()
-                    # A probe on one model says nothing of others.
+                    # A probe on one device model says nothing about others.
                     grant = self._book.keep(grant, placement.devices[0].name)
                     if attempt.shares:
-                        # The next of its kind may ask now.
+                        # The next task run with this history may make its request now.
                         self._book.release(grant)
                         grant = replace(grant, claims=frozenset())
                     whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
@@ -239,9 +236,9 @@ class BodyRun:
             finally:
                 if attempt is not None:
                     self._book.end_probe(self._probed, attempt.learn_need)
-                # The grant goes on to the next process, if there is one.
+                # The next process, if there is one, keeps the grant.
                 over = self._probed if attempt is not None and attempt.shares else frozenset()
-                # Those like it wait for its run, which is kept once its memory is back.
+                # Task runs with its history wait until its run is kept, which is once its memory is back.
                 self._book.begin_end(over)
                 take = functools.partial(self._take_report, grant, not goes_on, over)
                 if attempt is None:
@@ -250,7 +247,7 @@ class BodyRun:
                     attempt.close(take, short)
             assert attempt is not None
             if isinstance(step, Retry):
-                # Reports come in the order of the processes, of which Prefect shows the newest.
+                # Prefect shows the newest report: they must come in the order of the processes.
                 attempt.finished.wait(ENDING_S)
                 grant, number = step.grant, next(self._numbers)
                 if short is not None and short.rung is not None:
@@ -299,12 +296,12 @@ class BodyRun:
         if self.climb.whole_device:
             return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
-            # An earlier call has found that it needs more.
+            # An earlier call found that the task needs more.
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
     def _memory(self, attempt: Attempt, whole_bytes: int) -> Memory | None:
-        """Return what is known of a process's out-of-memory."""
+        """Return the facts about a process's out-of-memory."""
         evidence, policy = attempt.evidence(), self._policy
         if evidence is None:
             return None
@@ -320,14 +317,7 @@ class BodyRun:
         ended: frozenset[HistoryKey],
         report: TaskReport | None,
     ) -> None:
-        """Take the report of a process, `None` if there was none, and hand it on.
-
-        Args:
-            grant: What the process got.
-            release: Whether no other process of the task run has that.
-            ended: Histories that it was a probe for beside other tasks.
-            report: Of the process.
-        """
+        """Take a process's report (`None`: there was no process), release its grant, and pass the report on."""
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
@@ -340,7 +330,7 @@ class BodyRun:
 
 
 def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
-    """Return the most bytes that each of so many devices of one node could give."""
+    """Return the largest budget for each of `count` devices of one node, in bytes."""
     by_node: dict[str, list[int]] = {}
     for device, size in sorted(capacities.items(), key=lambda each: -each[1]):
         by_node.setdefault(device.host, []).append(size)
@@ -356,11 +346,11 @@ class GPUTask:
     """One submitted GPU task.
 
     Args:
-        runner: The runner that it was submitted to.
-        task: As it was submitted.
-        plan: What it is; or else what is wrong with it, which fails the task run.
+        runner: The runner to which it was submitted.
+        task: As submitted.
+        plan: Its plan; or an error in its tags or function, which fails the task run.
         place: In the order of `submit`.
-        submitted_at: The line of the user's that submitted it.
+        submitted_at: The user's line that submitted it.
     """
 
     def __init__(
@@ -376,14 +366,14 @@ class GPUTask:
         self._plan = plan
         self._place = place
         self._submitted_at = submitted_at
-        # Of all calls of the body, which are Prefect's retries.
+        # One count for all calls of the body: Prefect's retries are further calls.
         self._numbers = itertools.count(1)
         self._climb = Climb()
         #: The last call of the body.
         self._last: BodyRun | None = None
-        #: Starts its processes; once it was announced, from among those that wait.
+        #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
         self._launcher: Launcher = process_launcher()
-        #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
+        #: Kind of matching standbys on the nodes of a cluster; empty: none match.
         self._standby = ""
 
     def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
@@ -454,7 +444,7 @@ class GPUTask:
                 try:
                     return body.run()
                 finally:
-                    # A retry of Prefect's goes on from here.
+                    # Prefect's retry starts with this state.
                     self._climb = body.climb
                     self._runner.end(body)
         except CancelledByRunner:

@@ -1,8 +1,7 @@
-"""What one submitted task is: its policy, frameworks and identity, and each call of its body.
+"""One submitted task (policy, frameworks, identity) and each call of its body, as frozen values.
 
-Frozen values. A `TaskPlan` is made once, when the task is submitted, a `TaskCall` each time that Prefect's
-engine calls the body; both are handed down from there. Neither knows a device or a budget: what a process
-is given is in `budgets`, and which processes a call has is in `submission`.
+A `TaskPlan` is made once at submit, a `TaskCall` for each call of the body by Prefect's engine. Neither has a device
+or a budget: budgets are in `budgets`, the processes of a call in `submission`.
 """
 
 from __future__ import annotations
@@ -45,52 +44,47 @@ from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
 from prefect_gpu.values import Share
 from prefect_gpu.values.transport import PackedValue
 
-#: Frameworks that take their whole cap when they start: TensorFlow knows a cap or growth, not both.
+#: Frameworks that allocate their whole cap at their start: TensorFlow supports a cap or growth, not both.
 TAKES_AT_ONCE = frozenset({"tensorflow"})
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
-    """One submitted task, as far as it is known without its arguments."""
+    """One submitted task, without its arguments."""
 
     task_name: str
     task_key: str
     #: The task's own function.
     function: Callable[..., Any]
-    #: What the tags ask for.
+    #: The policy from the tags.
     policy: GPUPolicy
-    #: Frameworks that the tags name, "none" included; empty: they name none.
+    #: Frameworks named in the tags, "none" included; empty: none named.
     named: tuple[str, ...]
-    #: Frameworks that its process loads: those named, or else those found in its code and in the
-    #: modules of that code.
+    #: Frameworks that its process loads: those of the tags, or else those found in its code and the modules of that
+    #: code.
     frameworks: tuple[str, ...]
-    #: Where the tags name none: frameworks found in the task's own code, which share the budget.
+    #: If the tags name none: frameworks in the task's own code, which share the budget.
     sharing: tuple[str, ...]
     #: Seconds that the body may run; `None`: no limit.
     timeout_s: float | None
-    #: Place in the order of arrival: a retry does not go to the end.
+    #: Place in the order of arrival, which a retry keeps.
     sequence: int
-    #: Its process imports Prefect before the body, which is known to use it. Else it does when it is first needed.
+    #: Whether its process imports Prefect before the body, which is known to use it; otherwise on first use.
     with_prefect: bool = True
-    #: Folder for PyTorch's memory snapshots; `None`: it records nothing for them.
+    #: Folder for PyTorch's memory snapshots; `None`: no snapshots are recorded.
     snapshots: Path | None = None
-    #: As `Request.probe_fraction`, where its need is not known.
+    #: As `Request.probe_fraction`, if its need is not known.
     probe_fraction: float = 0.0
-    #: Why that is 0, for the log; `None`: it is not.
+    #: Why `probe_fraction` is 0, for the log; `None`: it is above 0.
     alone_because: str | None = None
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the machine's memory that its process takes before the body, roughly."""
+        """Approximate bytes of the machine's memory that its process takes before the body."""
         return host_bytes_of(self.frameworks)
 
     def framework_policy(self, kind: DeviceKind, processes: int) -> FrameworkPolicy:
-        """Return what the frameworks may do, but for what only a placement tells.
-
-        Args:
-            kind: Of the devices.
-            processes: Processes that share the machine's cores now.
-        """
+        """Return the frameworks' policy without facts of a placement; `processes` share the machine's cores now."""
         policy = self.policy
         return FrameworkPolicy(
             device_kind=kind,
@@ -109,15 +103,15 @@ class TaskPlan:
     def identity(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], flow_name: str | None
     ) -> HistoryKey:
-        """Return whose history a call uses, for any device.
+        """Return the history that a call uses, for any device.
 
         Args:
             args: Of the call.
             kwargs: Of the call.
-            flow_name: Name of the flow that the task was submitted in; `None`: in none.
+            flow_name: Flow in which the task was submitted; `None`: no flow.
 
         Raises:
-            PolicyError: `gpu:learn_by` names a parameter that the function does not have.
+            PolicyError: `gpu:learn_by` names an unknown parameter.
         """
         digest = words = ""
         if self.policy.learn_by:
@@ -138,27 +132,19 @@ class TaskPlan:
 class PlanMaker:
     """Makes the plans of a runner's tasks. Safe to use from several threads.
 
-    It reads each function once: a flow may map one task over thousands of inputs.
-
-    Args:
-        snapshots: As in the plans; a relative one is of the folder that the flow runs in now.
+    Each function's code is read once: a flow may map one task over thousands of inputs. A relative `snapshots` folder
+    is resolved against the present working folder.
     """
 
     def __init__(self, snapshots: Path | None = None) -> None:
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
-        #: By the identity of a function, which is kept so that the identity stays its own.
+        #: By the `id` of a function, which is kept alive so that the `id` stays unique.
         self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
-        #: Whether functions use Prefect, as above.
+        #: Whether functions use Prefect, by `id` as above.
         self._use_prefect: dict[int, tuple[Any, bool]] = {}
 
     def make(self, task: Task[..., Any], policy: GPUPolicy, sequence: int) -> TaskPlan:
-        """Return the plan of a task.
-
-        Args:
-            task: As it was submitted.
-            policy: What its tags ask for.
-            sequence: Place in the order of arrival.
-        """
+        """Return the plan of a task as submitted, with the policy of its tags and its place in the order of arrival."""
         named = tuple(share.name for share in policy.frameworks)
         found, sharing = ((), ()) if named else self._detect(task.fn)
         frameworks = tuple(name for name in named or found if name != NO_FRAMEWORK)
@@ -200,28 +186,28 @@ class TaskCall:
     """One call of a task's body by Prefect's engine."""
 
     plan: TaskPlan
-    #: The task run that the body is called for.
+    #: The task run of the call.
     run: EngineRun
-    #: Whose history it uses.
+    #: The history that the call uses.
     identity: HistoryKey
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Keeps the memory files of its arguments.
+    #: Keeps the memory files of the arguments.
     share: Share
-    #: Among the task runs that have not asked for a device yet.
+    #: Its place among task runs that have not requested a device yet.
     place: Place
-    #: Kind of the standbys on the nodes of a cluster that suit it; empty: none does.
+    #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     standby: str = ""
 
     def without_arguments(self) -> TaskCall:
-        """Return what is kept of it once it is over."""
+        """Return the call without its arguments, to keep once the call has ended."""
         return replace(self, args=(), kwargs={})
 
     def pack(self) -> PackedValue:
-        """Pickle the call for a child. On the engine's thread.
+        """Pickle the call for a child process. On the engine's thread.
 
         Raises:
-            ResultError: Something in it cannot be pickled; the error names the argument.
+            ResultError: A part of the call cannot be pickled; the error names the argument.
         """
         bound = inspect.signature(self.plan.function).bind(*self.args, **self.kwargs).arguments
         for name, value in bound.items():
@@ -247,14 +233,14 @@ class TaskCall:
             named = self._explain(error)
             if named is not error:
                 raise named from error
-            # They may be of use to the flow alone.
+            # The flow's parameters may be meant for the flow alone.
             call = replace(call, flow_parameters={})
             packed = values.dumps(call, "call", "call", _reducers(), self.share.pack)
         self.run.advise_no_cache(packed.size_bytes)
         return packed
 
     def _explain(self, error: ResultError) -> PrefectGPUError:
-        """Return an error that names the argument, or the function; else `error` itself."""
+        """Return an error that names the argument or the function, or else `error` itself."""
         function, name = self.plan.function, self.plan.task_name
         bound = inspect.signature(function).bind(*self.args, **self.kwargs).arguments
         parts = [("argument", where, value) for where, value in bound.items()]
@@ -274,7 +260,7 @@ def _reducers() -> tuple[Callable[[Any], Any], ...]:
 
 
 def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what travels with a function by value, each with its name, and the function last."""
+    """Yield the values that are pickled with a function, each with its name, and the function last."""
     inner = function
     while isinstance(inner, functools.partial):
         yield f"{name}.args", inner.args

@@ -357,7 +357,12 @@ class Publisher:
             self._changed.notify_all()
             thread = self._thread
             # Not `Thread.join`: before Python 3.13 an interrupted `join` marks the thread as ended.
-            if thread is None or not self._changed.wait_for(self._is_done, timeout_s):
+            # Once it was given up, the thread may still wait for the API.
+            if (
+                thread is None
+                or self._ended
+                or not self._changed.wait_for(self._is_done, timeout_s)
+            ):
                 self.end(f"the API took longer than {timeout_s:g}s")
                 return
         thread.join()

@@ -335,6 +335,29 @@ def test_a_thread_that_cannot_be_started_fails_one_request_and_the_next_tries_ag
     assert rig.place("b", 20).placement is not None
 
 
+def test_an_error_in_the_question_whether_the_task_around_waits_does_not_end_the_thread(
+    make_rig: MakeRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = iter([RuntimeError("a fault of the channel")] * 3)
+
+    def waits_since() -> float | None:
+        for error in failing:
+            raise error
+        return None
+
+    rig = make_rig(waits_since=waits_since)
+    rig.place("a", 6)
+    assert "a fault of the channel" in caplog.text
+
+
+def test_a_broker_without_requests_does_not_collect_the_changes_of_others(rig: Rig) -> None:
+    idle = rig.another()
+    for n in range(5):
+        rig.broker.end(rig.place(f"t{n}", 1))
+        rig.next_recovered()
+    assert not idle.started and len(idle._inbox) == 1
+
+
 def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     for n in range(20):
         ticket = rig.place(f"t{n}", 20)

@@ -533,7 +533,7 @@ class Broker:
         self._attempt(self._ledger.poll)
         # Changes from its own releases.
         self._take_arrived()
-        self._look()
+        self._read_ledger()
         self._attempt(lambda: self._handle(events.Waits(self._waits_since())))
         self._handle(events.ScheduleDue())
         self._handle(events.SuspensionsDue())
@@ -572,10 +572,10 @@ class Broker:
                 for watch in tuple(self._watchers):
                     self._attempt(partial(watch, event.reading))
             if isinstance(event, events.Read | events.Ended):
-                self._look()
+                self._read_ledger()
             self._handle(event)
 
-    def _look(self) -> None:
+    def _read_ledger(self) -> None:
         """Read the ledger, and pass the rows to the machine."""
         self._attempt(lambda: self._handle(events.Rows(*self._ledger.read(self._subscription))))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import queue
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -126,6 +129,21 @@ def is_alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def open_descriptors() -> Counter[str]:
+    """Return the open descriptors of this process, by what they refer to.
+
+    Compared by difference: an object of another test or thread may close its own at any time.
+    """
+    # What other tests have left in cycles.
+    gc.collect()
+    found = Counter[str]()
+    for name in os.listdir("/proc/self/fd"):
+        # That of the listing itself is closed.
+        with contextlib.suppress(FileNotFoundError):
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return found
 
 
 def eventually(condition: Callable[[], bool], within_s: float = DEADLOCK_S) -> bool:

@@ -128,6 +128,21 @@ def try_one(
     return found
 
 
+def lacks(name: str) -> str:
+    """Return what a program needs and this host lacks; empty if nothing."""
+    framework = name.partition("-")[0]
+    if not installed(framework):
+        return "not installed"
+    if name in ON_TWO and pynvml.nvmlDeviceGetCount() < 2:
+        return "needs two devices"
+    if framework == "onnxruntime":
+        import onnxruntime
+
+        if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+            return "a build without CUDA"
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=[*BODIES], default=[*BODIES])
@@ -148,9 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why := calls.unsupported():
         say(why)
         return 1
-    names = [name for name in options.only if installed(name.partition("-")[0])]
-    for name in [*set(options.only) - {*names}]:
-        say(f"{name}: not installed")
+    names = [name for name in options.only if not lacks(name)]
+    for name in options.only:
+        if why := lacks(name):
+            say(f"{name}: {why}")
     with concurrent.futures.ThreadPoolExecutor(options.beside) as threads:
         rows = []
         for found in threads.map(lambda name: try_one(calls, name, options.turns, onto), names):

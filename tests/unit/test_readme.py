@@ -1,4 +1,4 @@
-"""The README says what the code says."""
+"""The README and the table of tags in docs/reference.md say what the code says."""
 
 import re
 from pathlib import Path
@@ -10,16 +10,17 @@ from prefect_gpu.errors import PolicyError
 from prefect_gpu.policy import ALLOCATOR_OPTIONS, FRAMEWORKS, parse_tags
 
 README = Path(__file__).parents[2] / "README.md"
+REFERENCE = README.parent / "docs" / "reference.md"
 
 
 def _rows() -> list[list[str]]:
-    """Return the cells of the README's table of tags."""
-    text = README.read_text(encoding="utf-8")
+    """Return the cells of the table of tags."""
+    text = REFERENCE.read_text(encoding="utf-8")
     table = text.partition("<!-- tags -->\n")[2].partition("<!-- /tags -->")[0]
     return [line.strip("| ").split(" | ") for line in table.strip().splitlines()[2:]]
 
 
-def test_the_readme_has_a_row_for_every_key_that_the_parser_accepts() -> None:
+def test_the_table_has_a_row_for_every_key_that_the_parser_accepts() -> None:
     with pytest.raises(PolicyError) as unknown:
         parse_tags(["gpu:no_such_key=1"])
     accepted = set(re.findall(r"gpu:(\w+)", unknown.value.accepted))
@@ -27,7 +28,7 @@ def test_the_readme_has_a_row_for_every_key_that_the_parser_accepts() -> None:
     assert sorted(shown) == sorted(accepted)
 
 
-def test_the_readme_names_every_framework_and_allocator_option() -> None:
+def test_the_table_names_every_framework_and_allocator_option() -> None:
     text = " ".join(cell for row in _rows() for cell in row)
     assert [name for name in (*FRAMEWORKS, *ALLOCATOR_OPTIONS) if name not in text] == []
 

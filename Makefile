@@ -55,8 +55,8 @@ quick: $(STAMP) browser
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu"
 
-# Programs that people run are independent of each other. The other slow tests run one after the other: they load the
-# machine by themselves, or hold a device. They are not traced: with
+# Programs that people run are independent of each other. The files of the other slow tests run two at a time: some of
+# them load the machine by themselves. Tests on a GPU, which hold the device, run alone. None of these is traced: with
 # coverage a child takes 4 s of CPU to start, and two hundred of them pass a test's time limit.
 whole: $(STAMP) browser
 	$(BIN)/coverage erase
@@ -64,7 +64,8 @@ whole: $(STAMP) browser
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m slow tests/integration/test_programs.py
-	$(BIN)/python -m pytest --durations=25 -m "slow or gpu" --ignore tests/integration/test_programs.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 -m "slow and not gpu" --ignore tests/integration/test_programs.py
+	$(BIN)/python -m pytest -q -m gpu
 
 # Every benchmark at its smallest size, on one server: that it runs, not what it says.
 bench-tiny: $(STAMP)

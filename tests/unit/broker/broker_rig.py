@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
+from prefect_gpu.broker.events import Handle
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.machine import Machine
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import (
@@ -74,9 +76,15 @@ class Rig:
         #: By request id.
         self.brokers: dict[str, Broker] = {}
         self.all: list[Broker] = []
+        #: The machines of these brokers.
+        self.machines: list[Machine] = []
         self.broker = self.another(**of_broker)
 
     def another(self, **of_broker: Any) -> Broker:
+        def note(machine: Machine) -> Handle:
+            self.machines.append(machine)
+            return machine.handle
+
         broker = Broker(
             self.reader,
             **{
@@ -85,6 +93,7 @@ class Rig:
                 "read_host_available": lambda: self.host_available_bytes,
                 "headroom_bytes": 0,
                 "stepped": not self.threads,
+                "record": note,
                 **of_broker,
             },
         )

@@ -13,7 +13,9 @@ import pytest
 
 import prefect_gpu.broker.planning
 from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.events import Event, Handle, LedgerChanged
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger
+from prefect_gpu.broker.machine import Machine
 from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -348,11 +350,17 @@ def test_an_error_in_the_question_whether_the_task_around_waits_does_not_end_the
 
 
 def test_a_broker_without_requests_does_not_collect_the_changes_of_others(rig: Rig) -> None:
-    idle = rig.another()
+    handled: list[Event] = []
+
+    def note(machine: Machine) -> Handle:
+        return lambda event, now_s: handled.append(event) or machine.handle(event, now_s)
+
+    idle = rig.another(record=note)
     for n in range(5):
         rig.broker.end(rig.place(f"t{n}", 1))
         rig.next_recovered()
-    assert len(idle._inbox) == 1
+    idle.look()
+    assert handled.count(LedgerChanged()) == 1
 
 
 def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
@@ -366,7 +374,8 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     rig.broker.end(running)
     rig.decided(rig.submit("refused", 99))
     rig.broker.look()
-    known = rig.broker._machine.known
+    (machine,) = rig.machines
+    known = machine.known
     assert not known.queue and not known.waiting and not known.placed and not known.entries
-    assert not known.recovery.ending and not rig.broker._inbox
+    assert not known.recovery.ending
     assert not rig.reservations() and not rig.ledger.view().processes

@@ -11,6 +11,7 @@ import pytest
 from prefect_gpu.units import GIB
 from tests import event_files
 from tests.unit.broker.broker_rig import Rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 
 @pytest.fixture
@@ -54,6 +55,19 @@ def recorded(tmp_path: Path) -> Path:
 def test_a_new_machine_takes_the_same_decisions(recorded: Path) -> None:
     found = event_files.replay(recorded)
     assert found.events > 100 and found.differences == []
+
+
+def test_a_new_machine_takes_the_decisions_of_a_broker_with_threads(
+    thread_rig: Rig, tmp_path: Path
+) -> None:
+    broker = thread_rig.another(record=event_files.record(tmp_path / "events"))
+    tickets = [thread_rig.submit(name, 10, broker=broker) for name in "abcd"]
+    for ticket in tickets:
+        thread_rig.decided(ticket)
+        thread_rig.start(ticket, 8)
+        thread_rig.exit(ticket)
+        thread_rig.next_recovered()
+    assert event_files.replay(tmp_path / "events").differences == []
 
 
 def test_another_process_takes_the_same_decisions(recorded: Path) -> None:

@@ -105,6 +105,7 @@ class Broker:
         patience: How far a blocked task may be passed by later ones.
         preempts: Whether other tasks are suspended or moved for its requests.
         stepped: For simulated time: it starts no thread, works in `look`, and raises errors.
+        record: Returns a function around the machine's `handle`, which sees each event and its commands.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Broker:
         patience: Patience = PATIENCE,
         preempts: bool = True,
         stepped: bool = False,
+        record: Callable[[Machine], events.Handle] = lambda machine: machine.handle,
     ) -> None:
         self.reader = reader
         devices = reader.devices()
@@ -174,6 +176,7 @@ class Broker:
             self._subscription.number,
         )
         self._machine = Machine(settings, devices, ledger.view())
+        self._decide = record(self._machine)
 
     # Any thread.
 
@@ -588,7 +591,7 @@ class Broker:
     def _handle_next(self, queue: deque[events.Event]) -> None:
         with self._known:
             try:
-                commands = self._machine.handle(queue.popleft(), self._clock.now())
+                commands = self._decide(queue.popleft(), self._clock.now())
             finally:
                 self._known.notify_all()
         for command in commands:

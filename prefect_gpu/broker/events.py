@@ -304,3 +304,6 @@ Command: TypeAlias = Union[  # noqa: UP007
     SetAside,
     Log,
 ]
+
+#: Takes an event and monotonic seconds; returns commands in order. See `Machine.handle`.
+Handle: TypeAlias = Callable[[Event, float], list[Command]]

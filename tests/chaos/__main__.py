@@ -255,6 +255,7 @@ def run(options: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) 
     checks.check_processes(verdict, place)
     place.kill_all()
     checks.check_ledger(verdict, ledger, look)
+    checks.check_events(verdict, work)
     checks.check_files(verdict, flows.ended, disk.temporary)
     if not simulated:
         checks.check_device_memory(verdict, used)

@@ -18,6 +18,7 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.devices.shared_folder import SharedFolder
 from tests.chaos import plan
 from tests.chaos.faults import Note
+from tests.event_files import replay
 from tests.faults.test_many_flows import check_capacity, read_log, steps
 from tests.gpu._checks import TOLERANCE_BYTES, settle, size
 from tests.integration.programs import Workplace
@@ -459,6 +460,16 @@ def watch_capacity(folder: Path, capacity_bytes: int) -> Callable[[], int]:
         return most
 
     return look
+
+
+def check_events(verdict: Verdict, folder: Path) -> None:
+    """A new machine takes the same decisions on the events of each flow, also of those that were killed."""
+    found = {path.name: replay(path) for path in sorted(folder.glob("flow-*.events"))}
+    verdict.say(
+        "the events of each flow lead to the same decisions again",
+        [f"{name}: {text[:1000]}" for name, each in found.items() for text in each.differences],
+        f"{sum(each.events for each in found.values())} events of {len(found)} flows",
+    )
 
 
 def check_files(verdict: Verdict, flows: Sequence[FlowRecord], temporary: Path) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.chaos.flow SEED NUMBER TASKS DEVICES COUNT
 
-It writes one line of JSON for itself, and for each task run that has ended, to `flow-NUMBER.jsonl` in its folder. It
-submits no further tasks when there is a file `stop`.
+It writes one line of JSON for itself, and for each task run that has ended, to `flow-NUMBER.jsonl` in its folder, and
+the events of its broker to `flow-NUMBER.events`. It submits no further tasks when there is a file `stop`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -34,10 +35,13 @@ from prefect.runtime import flow_run
 from prefect.transactions import Transaction
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.broker.broker import Broker
 from prefect_gpu.devices.nvml import NvmlReader
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.errors import DeviceError
+from prefect_gpu.runner import active_runner
 from prefect_gpu.values import transport
+from tests import event_files
 from tests.chaos import bodies, plan
 
 #: Task runs that have not ended, at most.
@@ -216,6 +220,8 @@ def main() -> int:
     readings = Readings(random.Random(f"{seed}/{number}/readings"))
     for reader in (SimulatedReader, NvmlReader):
         readings.patch(reader)
+    record_events = event_files.record(Path(f"flow-{number}.events"))
+    active_runner.Broker = functools.partial(Broker, record=record_events)  # type: ignore[misc]
     real = os.environ[bodies.MEMORY] == "torch"
     runner: Any = GPUTaskRunner(
         devices=devices,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
-from prefect_gpu.broker.events import Event, LedgerChanged, Read
+from prefect_gpu.broker.events import Handle
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.machine import Machine
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import (
@@ -25,76 +26,6 @@ from prefect_gpu.scheduling.model import (
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import GIB
 from tests.fakes.fake_devices import FakeDevices
-
-
-class Closing(Exception):
-    """Ends the thread of a broker. In a flow it runs as long as the process."""
-
-
-class WatchedBroker(Broker):
-    """Says when it has nothing to do."""
-
-    resting = False
-    closing = False
-    #: Readings that the sampler has begun, and how many had begun when the last one came.
-    begun = 0
-    came = 0
-
-    def _roots(self) -> list[int]:
-        self.begun += 1
-        return super()._roots()
-
-    def _put(self, event: Event) -> None:
-        with self._arrived:
-            if isinstance(event, Read):
-                self.came = self.begun
-            super()._put(event)
-
-    def _wait_for_work(self) -> None:
-        with self._arrived:
-            self.resting = True
-            self._arrived.notify_all()
-            # A scheduling pass may have taken the event that wakes it.
-            if not self.closing:
-                super()._wait_for_work()
-            self.resting = False
-            if self.closing:
-                raise Closing
-
-    def _run(self) -> None:
-        with contextlib.suppress(Closing):
-            super()._run()
-
-    def close(self) -> None:
-        self._sampler.stop()
-        self.closing = True
-        self._rests_until_s = float("-inf")
-        self._put(LedgerChanged())
-        if self._thread is not None:
-            self._thread.join()
-
-    @property
-    def started(self) -> bool:
-        """Whether it has had a request."""
-        return self._thread is not None
-
-    def settle(self) -> None:
-        """Block until all that has come was looked at, and the thread waits on the clock."""
-        with self._arrived:
-            assert self._arrived.wait_for(
-                lambda: self.resting and not (self._inbox or self._machine.dirty), DEADLOCK_S
-            )
-
-    def read(self) -> None:
-        """Read the devices, and block until the broker has looked at it."""
-        before = self.begun
-        self.refresh()
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: self.came > before, DEADLOCK_S)
-        self.settle()
-
-    def why(self, ticket: Ticket) -> str:
-        return sentence(self.explain(ticket))
 
 
 class Reader(FakeDevices):
@@ -113,30 +44,60 @@ class Reader(FakeDevices):
         return tuple(replace(snapshot, processes=()) for snapshot in snapshots)
 
 
+class WatchedClock(FakeClock):
+    """A clock that shows the waits of threads, and ends each thread that waits once it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = False
+        #: Name of each thread that has begun to wait, and its seconds.
+        self.waits: queue.SimpleQueue[tuple[str, float | None]] = queue.SimpleQueue()
+
+    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+        self.waits.put((threading.current_thread().name, timeout_s))
+        in_time = not self.stopped and super().wait(condition, timeout_s)
+        if self.stopped:
+            raise SystemExit
+        return in_time
+
+
 class Rig:
-    def __init__(self, devices: str = "1x24GiB", **of_broker: Any) -> None:
-        self.clock = FakeClock()
+    """A broker that is stepped, or (`threads=True`) works in its own threads until `stop`."""
+
+    def __init__(self, devices: str = "1x24GiB", threads: bool = False, **of_broker: Any) -> None:
+        self.threads = threads
+        self.clock = WatchedClock()
         self.reader = Reader(SimulatedDevices(devices), self.clock)
         self.host_available_bytes = 64 * GIB
         self.ledger: Ledger = of_broker.pop("ledger", None) or Ledger()
         self.pids = iter(range(1000, 2000))
-        #: Name of the task to what did not come back, in that order.
+        #: Task names and bytes that did not come back, in the order of the calls of `on_recovered`.
         self.recovered: queue.SimpleQueue[tuple[str, int | None]] = queue.SimpleQueue()
-        self.brokers: list[WatchedBroker] = []
+        #: By request id.
+        self.brokers: dict[str, Broker] = {}
+        self.all: list[Broker] = []
+        #: The machines of these brokers.
+        self.machines: list[Machine] = []
         self.broker = self.another(**of_broker)
 
-    def another(self, **of_broker: Any) -> WatchedBroker:
-        broker = WatchedBroker(
+    def another(self, **of_broker: Any) -> Broker:
+        def note(machine: Machine) -> Handle:
+            self.machines.append(machine)
+            return machine.handle
+
+        broker = Broker(
             self.reader,
             **{
                 "ledger": self.ledger,
                 "clock": self.clock,
                 "read_host_available": lambda: self.host_available_bytes,
                 "headroom_bytes": 0,
+                "stepped": not self.threads,
+                "record": note,
                 **of_broker,
             },
         )
-        self.brokers.append(broker)
+        self.all.append(broker)
         return broker
 
     def submit(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
@@ -147,51 +108,72 @@ class Rig:
         ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others))
         assert isinstance(ticket, Ticket)
         ticket.on_recovered = lambda size: self.recovered.put((name, size))
+        self.brokers[ticket.request.id] = broker
         return ticket
 
     def place(self, name: str, gib: float | None = None, **others: Any) -> Ticket:
         ticket = self.submit(name, gib, **others)
-        decided(ticket)
-        # The time of a reading under way is still now, though it shows what was.
-        others.get("broker", self.broker).read()
+        self.decided(ticket)
         assert ticket.placement is not None, ticket.error
         return ticket
 
-    def start(self, ticket: Ticket, gib: float = 0, broker: Broker | None = None) -> int:
-        """Start a process that takes so much of each of its devices."""
+    def start(self, ticket: Ticket, gib: float = 0) -> int:
+        """Start a process that uses this much of each of its devices."""
         assert ticket.placement is not None
         pid = next(self.pids)
         uuids = [device.uuid for device in ticket.placement.devices]
         self.reader.attach(pid, uuids)
         for uuid in uuids:
             self.reader.allocate(pid, uuid, int(gib * GIB))
-        (broker or self.broker).attach(ticket, pid)
-        (broker or self.broker).settle()
+        self.broker_of(ticket).attach(ticket, pid)
         return pid
 
     def exit(self, ticket: Ticket) -> None:
-        """End its process; its memory is free."""
+        """End the process of a request; its memory is free."""
         assert ticket.pid is not None
         self.reader.detach(ticket.pid)
-        # So that a reading under way began before.
-        self.clock.advance(1e-6)
-        self.broker.end(ticket)
+        self.broker_of(ticket).end(ticket)
 
     def reservations(self) -> list[Reservation]:
         return [r for group in self.ledger.view().by_device.values() for r in group]
 
     def next_recovered(self) -> tuple[str, int | None]:
-        return self.recovered.get(timeout=DEADLOCK_S)
+        if self.threads:
+            return self.recovered.get(timeout=DEADLOCK_S)
+        if self.recovered.empty():
+            self.broker.look()
+        return self.recovered.get_nowait()
+
+    def broker_of(self, ticket: Ticket) -> Broker:
+        return self.brokers[ticket.request.id]
+
+    def look(self) -> None:
+        """Let all brokers that have requests read the devices and the ledger, until none has news for another."""
+        for broker in [*dict.fromkeys(self.brokers.values())] * 3:
+            broker.look()
+
+    def decided(self, *tickets: Ticket) -> None:
+        for ticket in tickets:
+            if not self.threads:
+                self.broker_of(ticket).look()
+                assert ticket.decided
+            with ticket.changed:
+                assert ticket.changed.wait_for(lambda t=ticket: t.decided, DEADLOCK_S)
 
     def waits(self, *tickets: Ticket) -> bool:
-        self.broker.settle()
+        self.broker.look()
         return not any(ticket.decided for ticket in tickets)
 
+    def why(self, ticket: Ticket) -> str:
+        return sentence(self.broker_of(ticket).explain(ticket))
 
-def decided(*tickets: Ticket) -> None:
-    for ticket in tickets:
-        with ticket.changed:
-            assert ticket.changed.wait_for(lambda t=ticket: t.decided, DEADLOCK_S)
+    def stop(self) -> None:
+        """End the threads of the brokers."""
+        self.reader.during = lambda: None
+        self.clock.stopped = True
+        for broker in self.all:
+            broker.refresh()
+            broker.give_up("the test is over")
 
 
 def indices(ticket: Ticket) -> list[int]:
@@ -231,26 +213,6 @@ class Waiter:
         return self.told.get(timeout=DEADLOCK_S)
 
 
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-    # Runners of other tests in this process keep their shared brokers.
-    before = set(threading.enumerate())
-
-    def make(*args: Any, kind: type[Rig] = Rig, **kwargs: Any) -> Rig:
-        rigs.append(kind(*args, **kwargs))
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.reader.during = lambda: None
-        for broker in rig.brokers:
-            broker.close()
-    ours = {"prefect-gpu-broker", "prefect-gpu-sampler"}
-    left = set(threading.enumerate()) - before
-    assert not [thread for thread in left if thread.name in ours]
-
-
 @contextlib.contextmanager
 def threads_refused(*names: str) -> Iterator[None]:
     """Make the start of threads fail, by the ends of their names, as under a limit of processes."""
@@ -267,8 +229,21 @@ def threads_refused(*names: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def rig(make_rig: Callable[..., Rig]) -> Rig:
-    return make_rig()
+def rig() -> Rig:
+    return Rig()
 
 
-MakeRig = Callable[..., Rig]
+@pytest.fixture
+def thread_rig() -> Iterator[Rig]:
+    # Runners of other tests in this process keep their shared brokers.
+    before = set(threading.enumerate())
+    rig = Rig(threads=True)
+    yield rig
+    with pytest.MonkeyPatch.context() as patch:
+        # Otherwise pytest reports each `SystemExit` of a thread.
+        patch.setattr(threading, "excepthook", lambda _: None)
+        rig.stop()
+        for thread in set(threading.enumerate()) - before:
+            if thread.name in ("prefect-gpu-broker", "prefect-gpu-sampler"):
+                thread.join(DEADLOCK_S)
+                assert not thread.is_alive()

@@ -11,9 +11,7 @@ from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.probes import FIRST_S
 from prefect_gpu.units import GIB, MIB
-from tests.unit.broker.broker_rig import MakeRig as MakeRig
-from tests.unit.broker.broker_rig import Rig, decided
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig
 from tests.unit.broker.broker_rig import rig as rig
 
 
@@ -38,7 +36,7 @@ class FirstRun:
         return found
 
     def hear(self) -> list[bool]:
-        self.rig.broker.settle()
+        self.rig.broker.look()
         return self.asked
 
     def grow(self, gib: float) -> None:
@@ -46,21 +44,21 @@ class FirstRun:
         self.rig.clock.advance(1)
         self.rig.reader.allocate(self.pid, self.uuid, int((gib - self.gib) * GIB))
         self.gib = gib
-        self.rig.broker.read()
+        self.rig.broker.look()
 
     def move_out(self) -> None:
         self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
         self.rig.reader.detach(self.pid)
         self.rig.clock.advance(5)
         self.rig.broker.show_suspension(self.ticket, "away", "away")
-        self.rig.broker.read()
+        self.rig.broker.look()
 
     def move_in(self) -> None:
         assert self.rig.broker.comes_back(self.ticket)
         self.rig.reader.attach(self.pid, [self.uuid])
         self.rig.reader.allocate(self.pid, self.uuid, int(self.gib * GIB))
         self.rig.broker.show_suspension(self.ticket, "running", "")
-        self.rig.broker.read()
+        self.rig.broker.look()
 
 
 @pytest.fixture
@@ -69,9 +67,9 @@ def two(rig: Rig) -> tuple[FirstRun, FirstRun]:
     old = FirstRun(rig, "old", 2)
     rig.clock.advance(1)
     new = FirstRun(rig, "new", 8)
-    rig.broker.read()
+    rig.broker.look()
     rig.clock.advance(FIRST_S)
-    rig.broker.read()
+    rig.broker.look()
     return old, new
 
 
@@ -92,7 +90,7 @@ def test_the_newest_is_suspended_and_comes_back_with_its_cap_for_a_budget(
     old.grow(22)
     assert new.hear() == [True] and new.entry.request.returns
     rig.exit(old.ticket)
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True, False]
     (reservation,) = new.entry.reservations
     # It is safe from the others now.
@@ -109,15 +107,15 @@ def test_it_comes_back_only_where_its_whole_cap_fits(
     new.move_out()
     third = rig.submit("third", probe_fraction=1.0)
     rig.clock.advance(5)
-    rig.broker.read()
+    rig.broker.look()
     # 8 GiB are free, which is what it holds. New first runs do not take them before it.
     assert new.hear() == [True] and rig.waits(third)
     # It is known what the other one needs.
     rig.broker.learn_need(old.ticket, {old.ticket.devices[0].name: 16 * GIB})
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True]
     rig.exit(old.ticket)
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True, False]
     new.move_in()
     assert [r.task_name for r in rig.reservations()] == ["new", "third"]
@@ -142,14 +140,14 @@ def test_what_is_learned_while_it_leaves_does_not_take_its_room(
     assert new.entry.request.memory == cap
 
 
-def test_one_at_a_time_leaves_on_a_machine(make_rig: MakeRig) -> None:
-    rig = make_rig("2x24GiB")
+def test_one_at_a_time_leaves_on_a_machine() -> None:
+    rig = Rig("2x24GiB")
     runs = {}
     for index in range(2):
         for name in ("old", "new"):
             runs[name, index] = FirstRun(rig, f"{name} {index}", 8, f"{index}")
             rig.clock.advance(1)
-    rig.broker.read()
+    rig.broker.look()
     rig.clock.advance(FIRST_S)
     for index in range(2):
         runs["old", index].grow(15)
@@ -166,7 +164,7 @@ def test_where_the_newest_refuses_the_next_one_goes(
     old, new = two
     third = FirstRun(rig, "third", 1)
     rig.clock.advance(FIRST_S)
-    rig.broker.read()
+    rig.broker.look()
     old.grow(13.6)
     assert third.hear() == [True] and new.hear() == []
     rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
@@ -191,7 +189,7 @@ def test_what_is_learned_of_one_that_was_asked_counts_once_it_has_refused(
     rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 9 * GIB})
     assert new.entry.reservations[0].reserved_bytes > 9 * GIB
     rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
-    rig.broker.settle()
+    rig.broker.look()
     assert new.entry.reservations[0].reserved_bytes == 9 * GIB
 
 
@@ -201,10 +199,10 @@ def test_one_that_a_person_has_suspended_is_no_neighbour(
     old, new = two
     third = FirstRun(rig, "third", 1)
     rig.clock.advance(FIRST_S)
-    rig.broker.read()
+    rig.broker.look()
     for each in (third, new):
         rig.ledger.hold_back(each.ticket.request.id, True)
-        rig.broker.read()
+        rig.broker.look()
         each.move_out()
     old.grow(22.5)
     assert old.hear() == [] and old.entry.reservations
@@ -222,7 +220,7 @@ def test_in_its_first_seconds_it_is_ended(rig: Rig) -> None:
     old = FirstRun(rig, "old", 2)
     rig.clock.advance(1)
     new = FirstRun(rig, "new", 8)
-    rig.broker.read()
+    rig.broker.look()
     old.grow(15)
     assert len(new.ended) == 1 and new.hear() == []
 
@@ -237,10 +235,10 @@ def test_one_that_a_person_suspends_on_its_way_stays_away_until_resumed(
     new.move_out()
     assert new.ticket.held_back_for == BY_HAND
     rig.exit(old.ticket)
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True]
     rig.ledger.hold_back(new.ticket.request.id, False)
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True, False]
 
 
@@ -253,15 +251,15 @@ def test_a_task_of_higher_priority_starts_in_the_room_that_it_left(
     old.grow(15)
     assert rig.waits(known)
     new.move_out()
-    decided(known)
+    rig.decided(known)
     assert known.placement is not None
     rig.start(known, 4)
-    rig.broker.read()
+    rig.broker.look()
     # Its cap does not fit beside the budget.
     assert new.hear() == [True]
     rig.exit(known)
     rig.exit(old.ticket)
-    rig.broker.read()
+    rig.broker.look()
     assert new.hear() == [True, False]
 
 
@@ -274,6 +272,6 @@ def test_what_the_driver_keeps_for_one_that_is_away_is_not_missing_from_another(
     rig.reader.leaked_bytes["SIM-0"] = SUSPENDED_BYTES - MIB
     old.ticket.on_recovered = lambda size: rig.recovered.put(("old", size))
     rig.exit(old.ticket)
-    rig.broker.read()
+    rig.broker.look()
     assert rig.next_recovered() == ("old", 0)
     assert "did not come back" not in caplog.text

@@ -22,11 +22,10 @@ from prefect_gpu.broker import ledger as ledger_module
 from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Ledger, Written
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from tests.unit.broker.broker_rig import Rig, decided, make_rig
+from tests.unit.broker.broker_rig import Rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 from tests.unit.broker.test_ledger import all_of, entry
 from tests.unit.scheduling.values import reserved
-
-__all__ = ["make_rig"]
 
 
 @pytest.fixture
@@ -411,7 +410,7 @@ def test_a_process_that_is_stopped_in_the_middle_of_a_write_is_waited_for_once(
 
 @pytest.mark.parametrize("how", [signal.SIGCONT, signal.SIGKILL], ids=["continued", "killed"])
 def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside_a_write(
-    make_rig: Callable[..., Rig], folder: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+    thread_rig: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     monkeypatch.setattr(host_ledger, "BUSY_S", DEADLOCK_S)
     writes, write = threading.Event(), HostStore.write
@@ -420,8 +419,9 @@ def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside
         writes.set()
         return write(store, *arguments)
 
-    rig = make_rig(ledger=Ledger(lambda: HostStore(folder)))
-    rig.place("a", 20)
+    rig = thread_rig
+    broker = rig.another(ledger=Ledger(lambda: HostStore(folder)))
+    rig.place("a", 20, broker=broker)
     with subprocess.Popen(
         [sys.executable, "-c", STOPS, str(folder)], stdout=subprocess.PIPE, text=True
     ) as child:
@@ -429,26 +429,24 @@ def test_requests_and_questions_do_not_wait_for_a_process_that_is_stopped_inside
         assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
         try:
             monkeypatch.setattr(HostStore, "write", note)
-            fits = rig.submit("b", 4)
+            fits = rig.submit("b", 4, broker=broker)
             assert writes.wait(DEADLOCK_S)
-            late = rig.submit("c", 20)
-            assert rig.broker.why(late).startswith("20GiB on device 0; most free ")
+            late = rig.submit("c", 20, broker=broker)
+            assert rig.why(late).startswith("20GiB on device 0; most free ")
             assert not fits.decided
         finally:
             child.send_signal(how)
-    decided(fits)
-    assert rig.broker.problem == ""
+    rig.decided(fits)
+    assert broker.problem == ""
 
 
-def test_a_ledger_of_another_release_is_named_where_a_task_waits(
-    make_rig: Callable[..., Rig], folder: Path
-) -> None:
+def test_a_ledger_of_another_release_is_named_where_a_task_waits(folder: Path) -> None:
     other = HostStore(folder)
     other._db.execute("PRAGMA user_version = 99")
-    rig = make_rig(ledger=Ledger(lambda: HostStore(folder)))
+    rig = Rig(ledger=Ledger(lambda: HostStore(folder)))
     rig.place("a", 20)
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
-    said = rig.broker.why(waiting)
+    said = rig.why(waiting)
     assert "has schema 99 and this release of prefect-gpu uses schema 1" in said
     other.close()

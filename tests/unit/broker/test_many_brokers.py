@@ -14,20 +14,20 @@ from prefect_gpu.broker.broker import POLL_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.planning import PASSIVE_S
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices import simulated
 from prefect_gpu.devices.shared_folder import SILENT_S, SharedFolder
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, Patience
 from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import Rig, decided, indices, make_rig
-
-__all__ = ["make_rig"]
+from tests.unit.broker.broker_rig import Rig, indices
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 
 class Machine(Rig):
     """Brokers of two processes on the same devices."""
 
-    def __init__(self, folder: Path, devices: str = "1x24GiB", **of_broker: object) -> None:
+    def __init__(self, folder: Path, devices: str = "1x24GiB", **of_broker: Any) -> None:
         self._folder = folder
         super().__init__(devices, ledger=self.open(), **of_broker)
         self.other = self.another(ledger=self.open(), **of_broker)
@@ -47,20 +47,14 @@ class Machine(Rig):
             seconds -= SILENT_S / 4
             self.look()
 
-    def look(self) -> None:
-        """Read the devices at both brokers, which makes them see what the other has written too."""
-        for broker in (*self.brokers, *self.brokers):
-            if broker.started:
-                broker.read()
-
     def waits_anywhere(self, *tickets: Ticket) -> bool:
         self.look()
         return not any(ticket.decided for ticket in tickets)
 
 
 @pytest.fixture
-def machine(make_rig: Callable[..., Rig], tmp_path: Path) -> Callable[..., Machine]:
-    return lambda *args, **kwargs: make_rig(tmp_path, *args, kind=Machine, **kwargs)  # type: ignore[return-value]
+def machine(tmp_path: Path) -> Callable[..., Machine]:
+    return partial(Machine, tmp_path)
 
 
 def test_two_processes_do_not_take_the_same_memory_twice(machine: Callable[..., Machine]) -> None:
@@ -68,10 +62,10 @@ def test_two_processes_do_not_take_the_same_memory_twice(machine: Callable[..., 
     first = rig.place("a", 15)
     second = rig.submit("b", 15, broker=rig.other)
     assert rig.waits_anywhere(second)
-    assert rig.other.why(second).startswith("15GiB on device 0; most free 9GiB")
+    assert rig.why(second).startswith("15GiB on device 0; most free 9GiB")
     rig.broker.end(first)
     rig.look()
-    decided(second)
+    rig.decided(second)
 
 
 def test_an_exclusive_task_has_the_device_to_itself_in_all_processes(
@@ -88,7 +82,7 @@ def test_what_another_processs_task_takes_is_not_foreign(machine: Callable[..., 
     first = rig.place("a", 10)
     rig.start(first, gib=8)
     rig.look()
-    decided(rig.submit("b", 14, broker=rig.other))
+    rig.decided(rig.submit("b", 14, broker=rig.other))
 
 
 def test_the_first_that_was_submitted_starts_first_in_whatever_process(
@@ -100,31 +94,31 @@ def test_the_first_that_was_submitted_starts_first_in_whatever_process(
     rig.look()
     late = rig.submit("late", 4)
     assert rig.waits_anywhere(late), "it would pass the first"
-    assert "1 ahead in the queue" in rig.broker.why(late)
+    assert "1 ahead in the queue" in rig.why(late)
     rig.broker.end(running)
     rig.look()
-    decided(early)
+    rig.decided(early)
     rig.look()
-    decided(late)
+    rig.decided(late)
 
 
-def test_the_devices_are_read_again_once_another_process_has_given_up_memory(
-    machine: Callable[..., Machine],
+def test_a_broker_looks_every_50_ms_whether_another_process_has_given_up_memory(
+    thread_rig: Rig, tmp_path: Path
 ) -> None:
-    rig = machine()
-    running = rig.place("a", 15)
+    rig = thread_rig
+    one, two = (
+        rig.another(ledger=Ledger(lambda: HostStore(tmp_path), rig.clock.now)) for _ in range(2)
+    )
+    running = rig.place("a", 15, broker=one)
     rig.start(running, gib=12)
-    rig.look()
-    large = rig.submit("large", 15, broker=rig.other)
-    small = rig.submit("small", 10, broker=rig.other)
-    assert rig.waits_anywhere(large, small)
+    large = rig.submit("large", 15, broker=two)
+    small = rig.submit("small", 10, broker=two)
     rig.exit(running)
-    rig.broker.read()
-    assert not rig.reservations()
-    # The other one looks at the ledger again. What it has read last of the device says that 12 GiB are free.
-    rig.clock.advance(POLL_S)
-    decided(large)
-    assert rig.waits_anywhere(small), "it has passed the first, which fits"
+    assert rig.next_recovered() == ("a", 0)
+    while not large.decided:
+        rig.clock.waits.get(timeout=DEADLOCK_S)
+        rig.clock.advance(POLL_S)
+    assert not small.decided
 
 
 def test_a_higher_priority_starts_first_in_whatever_process(
@@ -137,7 +131,7 @@ def test_a_higher_priority_starts_first_in_whatever_process(
     assert rig.waits_anywhere(low, high)
     rig.broker.end(running)
     rig.look()
-    decided(high)
+    rig.decided(high)
     assert not low.decided
 
 
@@ -149,9 +143,9 @@ def test_how_often_a_request_was_passed_is_counted_in_all_processes(
     blocked = rig.submit("blocked", 20)
     rig.look()
     for number in range(3):
-        decided(rig.submit(f"small {number}", 1, broker=rig.other))
+        rig.decided(rig.submit(f"small {number}", 1, broker=rig.other))
     rig.look()
-    assert "later tasks that started before it: 3" in rig.broker.why(blocked)
+    assert "later tasks that started before it: 3" in rig.why(blocked)
 
 
 def of_stopped(rig: Machine, *entries: Entry) -> Ledger:
@@ -183,7 +177,7 @@ def test_a_request_of_a_stopped_process_that_could_start_is_passed(
     rig.pass_time(SILENT_S / 2)
     assert rig.waits_anywhere(mine)
     rig.pass_time(SILENT_S)
-    decided(mine)
+    rig.decided(mine)
     assert not stopped.problem
 
 
@@ -199,7 +193,7 @@ def test_a_blocked_request_of_a_stopped_process_keeps_no_device(
     mine = rig.submit("mine", 10)
     assert rig.waits_anywhere(mine)
     rig.pass_time(SILENT_S * 1.5)
-    decided(mine)
+    rig.decided(mine)
     assert not stopped.problem
 
 
@@ -214,7 +208,7 @@ def test_a_request_of_a_stopped_process_that_the_machines_memory_blocks_blocks_n
     mine = rig.submit("mine", 1)
     assert rig.waits_anywhere(mine)
     rig.pass_time(SILENT_S * 1.5)
-    decided(mine)
+    rig.decided(mine)
     assert not stopped.problem
 
 
@@ -225,7 +219,7 @@ def test_a_process_that_goes_on_has_its_place_again(machine: Callable[..., Machi
     rig.look()
     second = rig.submit("second", 4)
     rig.pass_time(SILENT_S * 1.5)
-    decided(second)
+    rig.decided(second)
     stopped.beat()
     rig.look()
     rig.broker.end(second)
@@ -260,7 +254,7 @@ def test_requests_of_a_process_with_limits_of_its_own_are_passed_no_more_often_t
     for each in running:
         rig.broker.end(each)
     rig.look()
-    decided(victim)
+    rig.decided(victim)
 
 
 def test_nothing_adds_up_in_a_broker_in_which_nothing_waits(
@@ -270,11 +264,11 @@ def test_nothing_adds_up_in_a_broker_in_which_nothing_waits(
     rig.place("runs", 1)
     for number in range(20):
         ticket = rig.submit(f"short {number}", 1, broker=rig.other)
-        decided(ticket)
+        rig.decided(ticket)
         rig.other.end(ticket)
         rig.look()
-    assert len(rig.broker._subscription.changes) <= 1
-    assert not rig.broker._machine.known.elsewhere
+    known = rig.machines[0].known
+    assert len(known.entries) == 1 and not known.elsewhere
 
 
 def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
@@ -293,7 +287,7 @@ def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
         ),
     }
     assert third.try_write(third.view().version, entries)
-    decided(rig.submit("mine", 20))
+    rig.decided(rig.submit("mine", 20))
 
 
 def test_tasks_for_each_device_are_counted_in_all_processes(
@@ -304,7 +298,7 @@ def test_tasks_for_each_device_are_counted_in_all_processes(
     assert indices(first) != indices(second)
     third = rig.submit("c", 1)
     assert rig.waits_anywhere(third)
-    assert "max_tasks_per_device is 1" in rig.broker.why(third)
+    assert "max_tasks_per_device is 1" in rig.why(third)
 
 
 def test_the_share_of_the_processors_is_among_all_processes(
@@ -327,20 +321,16 @@ def test_other_brokers_are_seen_by_the_devices_that_are_shared(
     assert rig.waits_anywhere(blocked)
 
 
-def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(
-    make_rig: Callable[..., Rig], tmp_path: Path
-) -> None:
+def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(tmp_path: Path) -> None:
     missing = tmp_path / "not there"
-    rig = make_rig(ledger=Ledger(lambda: HostStore(missing)))
+    rig = Rig(ledger=Ledger(lambda: HostStore(missing)))
     rig.place("a", 20)
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
-    assert f"the ledger in {missing} cannot be used" in rig.broker.why(waiting)
+    assert f"the ledger in {missing} cannot be used" in rig.why(waiting)
 
 
-def test_what_a_process_of_another_container_takes_is_not_foreign(
-    make_rig: Callable[..., Rig], tmp_path: Path
-) -> None:
+def test_what_a_process_of_another_container_takes_is_not_foreign(tmp_path: Path) -> None:
     def in_container(namespace: str) -> Ledger:
         def store() -> HostStore:
             made = HostStore(tmp_path)
@@ -349,20 +339,19 @@ def test_what_a_process_of_another_container_takes_is_not_foreign(
 
         return Ledger(store)
 
-    rig = make_rig(ledger=in_container("pid:[1]"))
+    rig = Rig(ledger=in_container("pid:[1]"))
     rig.reader.lists_processes = False
     other = rig.another(ledger=in_container("pid:[2]"))
     theirs = rig.place("theirs", 10, broker=other)
-    rig.start(theirs, gib=8, broker=other)
+    rig.start(theirs, gib=8)
     # Its own counters say so, where the device names no process.
     theirs.stand_in_bytes = 8 * GIB
     mine = rig.place("mine", 1)
     rig.start(mine)
     assert not rig.ledger.view().processes.keys() - {mine.request.id}
-    other.read()
     # What the other says counts from the next reading on.
-    rig.broker.read()
-    decided(rig.submit("beside them", 12))
+    rig.look()
+    rig.decided(rig.submit("beside them", 12))
 
 
 def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machine]) -> None:
@@ -384,7 +373,7 @@ def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they
     monkeypatch.setattr(simulated, "Device", partial(Device, attributed=False))
     rig = machine()
     theirs = rig.place("theirs", 10, broker=rig.other)
-    rig.start(theirs, gib=8, broker=rig.other)
+    rig.start(theirs, gib=8)
     theirs.stand_in_bytes = 8 * GIB
     rig.look()
-    decided(rig.submit("beside them", 14))
+    rig.decided(rig.submit("beside them", 14))

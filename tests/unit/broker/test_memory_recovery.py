@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -12,9 +13,9 @@ from prefect_gpu.broker.broker import Ticket
 from prefect_gpu.broker.device_view import RECOVERY_POLL_S, RECOVERY_S
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, decided, indices
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig, indices
 from tests.unit.broker.broker_rig import rig as rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 
 def test_without_a_process_there_is_nothing_to_wait_for(rig: Rig) -> None:
@@ -22,28 +23,32 @@ def test_without_a_process_there_is_nothing_to_wait_for(rig: Rig) -> None:
     rig.broker.end(ticket)
     assert rig.next_recovered() == ("a", 0)
     rig.broker.end(ticket)
-    rig.broker.settle()
+    rig.broker.look()
     assert rig.recovered.empty(), "told once"
 
 
-def test_released_memory_is_read_every_20_ms_until_it_is_back(rig: Rig) -> None:
+def test_released_memory_is_read_every_20_ms_until_it_is_back(thread_rig: Rig) -> None:
+    rig = thread_rig
     ticket = rig.place("a", 20)
     rig.start(ticket, gib=20)
     behind = rig.submit("b", 20)
-    rig.broker.read()
     pid = ticket.pid
     assert pid is not None
+    begun, numbers = queue.SimpleQueue[int](), itertools.count()
+
+    def during() -> None:
+        begun.put(number := next(numbers))
+        if number == 3:
+            rig.reader.detach(pid)
+
+    rig.reader.during = during
     rig.broker.end(ticket)
     for _ in range(3):
-        rig.broker.read()
-        assert rig.waits(behind)
+        begun.get(timeout=DEADLOCK_S)
+        assert rig.recovered.empty() and not behind.decided
         rig.clock.advance(RECOVERY_POLL_S)
-    rig.broker.read()
-    assert rig.recovered.empty()
-    rig.reader.detach(pid)
-    rig.clock.advance(RECOVERY_POLL_S)
     assert rig.next_recovered() == ("a", 0)
-    decided(behind)
+    rig.decided(behind)
 
 
 def leak(rig: Rig, ticket: Ticket, gib: float) -> None:
@@ -52,11 +57,11 @@ def leak(rig: Rig, ticket: Ticket, gib: float) -> None:
     rig.reader.detach(ticket.pid)
     rig.reader.leaked_bytes[ticket.placement.devices[0].uuid] = int(gib * GIB)
     rig.broker.end(ticket)
-    rig.broker.read()
+    rig.broker.look()
 
 
 def give_up(rig: Rig) -> None:
-    rig.broker.read()
+    rig.broker.look()
     rig.clock.advance(RECOVERY_S)
 
 
@@ -77,7 +82,7 @@ def test_a_leak_is_logged_after_5_s_and_blamed_on_no_other_task(
     rig.start(later, gib=1)
     rig.exit(later)
     assert rig.next_recovered() == ("later", 0)
-    assert rig.broker.why(rig.submit("d", 23)) == "23GiB on device 0; most free 22GiB"
+    assert rig.why(rig.submit("d", 23)) == "23GiB on device 0; most free 22GiB"
 
 
 def test_of_two_that_end_together_one_is_blamed(rig: Rig) -> None:
@@ -114,13 +119,13 @@ def test_where_no_process_is_listed_counters_stand_in_and_nothing_counts_as_leak
     for ticket, gib in ((first, 4), (second, 8)):
         rig.start(ticket, gib)
         ticket.stand_in_bytes = gib * GIB
-    rig.broker.read()
+    rig.broker.look()
     assert measured.get(timeout=DEADLOCK_S) == 4 * GIB
-    assert rig.broker.why(rig.submit("c", 20)) == "20GiB on device 0; most free 10GiB"
+    assert rig.why(rig.submit("c", 20)) == "20GiB on device 0; most free 10GiB"
     rig.exit(first)
     assert rig.next_recovered() == ("a", None)
     rig.reader.lists_processes = True
-    rig.broker.read()
+    rig.broker.look()
     rig.exit(second)
     assert rig.next_recovered() == ("b", 0)
 
@@ -130,34 +135,33 @@ def test_a_process_that_left_the_list_before_its_end_was_heard_hides_nothing(rig
     ticket = rig.place("a", 6)
     rig.start(ticket, gib=4)
     ticket.stand_in_bytes = 4 * GIB
-    rig.broker.read()
+    rig.broker.look()
     rig.reader.lists_processes = False
-    rig.broker.read()
+    rig.broker.look()
     rig.reader.lists_processes = True
     rig.exit(ticket)
     assert rig.next_recovered() == ("a", 0)
 
 
-def test_a_lost_device_shows_no_leak(make_rig: MakeRig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_device_shows_no_leak(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    rig = make_rig("2x24GiB")
+    rig = Rig("2x24GiB")
     first = rig.place("a", 20)
     rig.start(first, gib=4)
     rig.reader.failed["SIM-0"] = "fell off the bus"
     rig.exit(first)
     # The last reading, on which a placement may rest, was before.
-    rig.broker.read()
+    rig.broker.look()
     assert indices(rig.place("b", 20)) == [1]
     waiting = rig.submit("c", 20)
     for _ in range(2):
-        rig.broker.read()
+        rig.broker.look()
     assert caplog.text.count("device 0 (SIM-0) is set aside: fell off the bus") == 1
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
     assert rig.waits(waiting)
     rig.reader.failed.clear()
-    rig.broker.read()
-    decided(waiting)
+    rig.decided(waiting)
     assert indices(waiting) == [0]
     assert "device 0 (SIM-0) answers again" in caplog.text
 
@@ -166,22 +170,22 @@ def test_a_driver_that_stops_answering_is_waited_for(rig: Rig) -> None:
     first = rig.place("a", 6)
     rig.start(first, gib=4)
     rig.reader.broken = "gone"
-    rig.broker.read()
+    rig.broker.look()
     waiting = rig.submit("b", 6)
     assert rig.waits(waiting)
-    assert rig.broker.why(waiting) == "the devices to answer (simulated driver: gone)"
+    assert rig.why(waiting) == "the devices to answer (simulated driver: gone)"
     rig.exit(first)
     give_up(rig)
     assert rig.next_recovered() == ("a", None)
     rig.reader.broken = ""
-    rig.broker.read()
-    decided(waiting)
+    rig.decided(waiting)
 
 
-def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(rig: Rig) -> None:
+def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(thread_rig: Rig) -> None:
+    rig = thread_rig
     first = rig.place("a", 6)
     rig.start(first, gib=4)
-    rig.broker.settle()
+    # So that a reading under way began before its end.
     rig.clock.advance(0.01)
     hangs, entered = threading.Event(), threading.Event()
 
@@ -193,12 +197,10 @@ def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(rig: Rig)
     try:
         rig.broker.end(first)
         assert entered.wait(DEADLOCK_S)
-        rig.broker.settle()
         rig.clock.advance(RECOVERY_S + 1)
         assert rig.next_recovered() == ("a", None)
         waiting = rig.submit("b", 6)
-        assert rig.waits(waiting)
-        assert rig.broker.why(waiting) == "the devices to answer (nothing heard for 6s)"
+        assert rig.why(waiting) == "the devices to answer (nothing heard for 6s)"
     finally:
         hangs.set()
-    decided(waiting)
+    rig.decided(waiting)

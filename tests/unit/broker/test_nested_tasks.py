@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, WatchedBroker, decided
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig
 
 
 class Outer:
@@ -23,7 +23,7 @@ class Outer:
         self.pid = rig.start(self.ticket)
         #: When its body began to wait; `None`: it computes.
         self.waits_s: float | None = None
-        self.broker: WatchedBroker = rig.another(
+        self.broker: Broker = rig.another(
             ancestors=(*self.ticket.request.ancestors, self.id), waits_since=lambda: self.waits_s
         )
 
@@ -38,59 +38,49 @@ class Outer:
         self.waits_s = self.rig.clock.now()
 
 
-def look(rig: Rig) -> None:
-    """Let all brokers look at all that has come, and at what follows of it."""
-    for _ in range(3):
-        for broker in rig.brokers:
-            if broker.started:
-                broker.read()
-
-
 def loans(rig: Rig, ticket: Ticket) -> list[tuple[str, float]]:
     entry = rig.ledger.entry(ticket.request.id)
     assert entry is not None
     return [(lender, size / GIB) for each in entry.reservations for lender, size in each.loans]
 
 
-def test_tasks_that_hold_all_the_room_lend_it_to_those_inside_them(make_rig: MakeRig) -> None:
-    rig = make_rig("1x9GiB")
+def test_tasks_that_hold_all_the_room_lend_it_to_those_inside_them() -> None:
+    rig = Rig("1x9GiB")
     first, second = Outer(rig, "first", 4), Outer(rig, "second", 4)
     inner = [first.submit("a", 4), first.submit("b", 4), second.submit("c", 4)]
     first.waits()
-    look(rig)
+    rig.look()
     assert not any(each.decided for each in inner), "the second one computes, and will end"
     second.waits()
-    look(rig)
+    rig.look()
     assert [each.decided for each in inner] == [False, False, True], "with it the second one ends"
     assert loans(rig, inner[2]) == [(second.id, 4)]
     second.broker.end(inner[2])
     third = second.submit("d", 6)
-    look(rig)
+    rig.look()
     assert [each.decided for each in inner] == [True, False, True], "the second one waits again"
     assert loans(rig, inner[0]) == [(first.id, 4)] and not third.decided
     first.broker.end(inner[0])
-    look(rig)
-    decided(inner[1])
+    rig.look()
+    rig.decided(inner[1])
     assert loans(rig, inner[1]) == [(first.id, 4)]
 
 
-def test_a_request_that_nothing_helps_fails_once_readings_have_shown_it_for_a_while(
-    make_rig: MakeRig,
-) -> None:
-    rig = make_rig("1x9GiB")
+def test_a_request_that_nothing_helps_fails_once_readings_have_shown_it_for_a_while() -> None:
+    rig = Rig("1x9GiB")
     outer = Outer(rig, "outer", 8)
     rig.reader.allocate(outer.pid, "SIM-0", 7 * GIB)
     inner = outer.submit("inner", 4)
-    look(rig)
+    rig.look()
     rig.clock.advance(HOPELESS_S)
-    look(rig)
+    rig.look()
     assert not inner.decided, "the outer task computes, and may free its memory"
     outer.waits()
-    look(rig)
+    rig.look()
     assert not inner.decided
     rig.clock.advance(HOPELESS_S)
-    look(rig)
-    decided(inner)
+    rig.look()
+    rig.decided(inner)
     assert "the outer task 'outer' holds 8GiB and uses 7GiB" in str(inner.error)
 
 

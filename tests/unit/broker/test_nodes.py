@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker import broker
-from prefect_gpu.broker.broker import MOST_REST_S, Ticket
+from prefect_gpu.broker.broker import MOST_REST_S, Broker, Ticket
 from prefect_gpu.broker.device_view import RECOVERY_S
 from prefect_gpu.broker.planning import STANDBY_TAKEN_S
-from prefect_gpu.clock import FakeClock
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, NodeReading
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Reader, Rig, WatchedBroker, decided
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Reader, Rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 
 class NodesReader(Reader):
@@ -47,17 +47,15 @@ class NodesReader(Reader):
 class NodesRig(Rig):
     reader: NodesReader
 
-    def another(self, **of_broker: Any) -> WatchedBroker:
+    def another(self, **of_broker: Any) -> Broker:
         if not isinstance(self.reader, NodesReader):
             self.reader = NodesReader(self.reader.spec, self.clock)
         return super().another(**of_broker)
 
 
 @pytest.fixture
-def nodes(make_rig: MakeRig) -> NodesRig:
-    rig = make_rig("6x24GiB", kind=NodesRig)
-    assert isinstance(rig, NodesRig)
-    return rig
+def nodes() -> NodesRig:
+    return NodesRig("6x24GiB")
 
 
 def where(ticket: Ticket) -> list[str]:
@@ -74,7 +72,7 @@ def test_several_devices_are_of_one_node(nodes: NodesRig) -> None:
 def test_a_task_runs_on_the_nodes_that_it_names(nodes: NodesRig) -> None:
     assert where(nodes.place("one", 20, nodes=("b",))) == ["b:0"]
     refused = nodes.submit("two", 20, nodes=("c",))
-    decided(refused)
+    nodes.decided(refused)
     assert isinstance(refused.error, PlacementError)
     assert "gpu:node=c names no node of this runner; accepted: a, b" in str(refused.error)
 
@@ -86,7 +84,7 @@ def test_memory_and_processes_are_counted_on_each_node(nodes: NodesRig) -> None:
     assert where(nodes.place("three", 1, host_bytes=3 * GIB)) == ["b:1"]
     waits = nodes.submit("four", 1, host_bytes=3 * GIB)
     assert nodes.waits(waits)
-    assert nodes.broker.why(waits) == (
+    assert nodes.why(waits) == (
         "3GiB of host memory for its process on any of 2 nodes; 1GiB available (a)"
     )
     assert nodes.broker.wants_host_memory
@@ -102,7 +100,7 @@ def test_a_node_with_a_ready_standby_is_preferred_once_for_each(nodes: NodesRig)
     # The node has not said yet that it is taken.
     assert where(nodes.place("two", 1, standby="kind")) == ["a:0"]
     nodes.clock.advance(STANDBY_TAKEN_S + 0.1)
-    nodes.broker.read()
+    nodes.broker.look()
     assert where(nodes.place("three", 1, standby="kind")) == ["b:1"]
     assert where(nodes.place("four", 1)) == ["a:1"]
 
@@ -123,22 +121,23 @@ def test_what_has_waited_for_a_while(nodes: NodesRig) -> None:
 
 @pytest.mark.parametrize(("round_s", "rest_s"), [(0.01, 0.04), (1.0, MOST_REST_S)])
 def test_on_a_cluster_the_thread_rests_by_what_a_round_has_taken(
-    nodes: NodesRig, monkeypatch: pytest.MonkeyPatch, round_s: float, rest_s: float
+    thread_rig: Rig, monkeypatch: pytest.MonkeyPatch, round_s: float, rest_s: float
 ) -> None:
-    took_s, calls = 0.0, itertools.count()
+    calls = itertools.count()
     # A round asks for it twice.
-    monkeypatch.setattr(broker, "thread_time", lambda: next(calls) * took_s)
-    nodes.reader.remote = True
-    nodes.place("one", 1)
-    nodes.place("two", 1)
-    assert nodes.clock.now() == FakeClock().now(), "no rest is needed"
-    took_s = round_s
-    nodes.broker.read()
-    ticket = nodes.submit("three", 1)
-    nodes.clock.advance(rest_s * 0.99)
+    monkeypatch.setattr(broker, "thread_time", lambda: next(calls) * round_s)
+    thread_rig.reader.remote = True
+    thread_rig.submit("one", 1)
+    rests = ("prefect-gpu-broker", pytest.approx(rest_s))
+    while thread_rig.clock.waits.get(timeout=DEADLOCK_S) != rests:
+        pass
+    ticket = thread_rig.submit("two", 1)
+    thread_rig.clock.advance(rest_s * 0.99)
     assert not ticket.decided
-    nodes.clock.advance(rest_s * 0.02)
-    decided(ticket)
+    while not ticket.decided:
+        # Another round, if the first reading has come late.
+        thread_rig.clock.advance(rest_s)
+        thread_rig.clock.waits.get(timeout=DEADLOCK_S)
 
 
 def test_devices_of_a_node_that_joins_are_used(nodes: NodesRig) -> None:
@@ -147,8 +146,7 @@ def test_devices_of_a_node_that_joins_are_used(nodes: NodesRig) -> None:
     waits = nodes.submit("e", 20)
     assert nodes.waits(waits)
     nodes.reader.there = ("a", "b", "c")
-    nodes.broker.read()
-    decided(waits)
+    nodes.decided(waits)
     assert where(waits) == ["c:0"]
     assert [device.host for device in nodes.broker.devices] == ["a", "a", "b", "b", "c", "c"]
     assert len(nodes.broker.capacities((), ("c",))) == 2
@@ -160,7 +158,7 @@ def test_a_node_that_has_left_gets_no_task_and_those_there_can_end(nodes: NodesR
     there = nodes.place("there", 20, nodes=("b",))
     nodes.start(there, 10)
     nodes.reader.there = ("a",)
-    nodes.broker.read()
+    nodes.broker.look()
     assert [device.host for device in nodes.broker.devices] == ["a", "a"]
     assert where(nodes.place("one", 20)) == ["a:0"]
     assert where(nodes.place("two", 20)) == ["a:1"]
@@ -168,7 +166,7 @@ def test_a_node_that_has_left_gets_no_task_and_those_there_can_end(nodes: NodesR
     assert nodes.broker.neighbours(there) == ()
     assert nodes.broker.foreign_growth_bytes(there, patience_s=0.0) == 0
     nodes.exit(there)
-    nodes.broker.read()
+    nodes.broker.look()
     assert len(nodes.reservations()) == 3, "no reading shows its memory"
     nodes.clock.advance(RECOVERY_S)
     assert nodes.next_recovered() == ("there", None)
@@ -178,7 +176,7 @@ def test_a_node_that_has_left_gets_no_task_and_those_there_can_end(nodes: NodesR
 def test_a_reading_without_devices_leaves_them_as_they_are(nodes: NodesRig) -> None:
     nodes.place("one", 20)
     nodes.reader.there = ()
-    nodes.broker.read()
+    nodes.broker.look()
     assert len(nodes.broker.devices) == 4
 
 
@@ -189,7 +187,7 @@ def test_two_brokers_of_a_cluster_keep_one_order(nodes: NodesRig) -> None:
     first = nodes.submit("first", 20, nodes=("b",), broker=other)
     assert nodes.waits(first)
     nodes.reader.there = ("a", "b", "c")
-    nodes.broker.read()
+    nodes.broker.look()
     second = nodes.place("second", 20)
     assert where(second) == ["c:0"]
     assert not first.decided
@@ -211,7 +209,7 @@ def test_a_task_makes_way_where_its_nodes_own_memory_has_the_room(nodes: NodesRi
     asked = fill(nodes, "a:0", "a:1", "b:0", "b:1")
     urgent = nodes.submit("urgent", 20, priority=5)
     assert nodes.waits(urgent)
-    nodes.broker.read()
+    nodes.broker.look()
     assert sorted(map(str, asked.values())) == ["[True]", "[]", "[]", "[]"]
     assert not asked["a:0"] and not asked["a:1"]
 
@@ -222,10 +220,10 @@ def test_no_task_makes_way_on_a_node_that_may_start_no_process(nodes: NodesRig) 
     asked = fill(nodes, "b:0", "b:1")
     urgent = nodes.submit("urgent", 20, priority=5, nodes=("b",))
     assert nodes.waits(urgent)
-    nodes.broker.read()
+    nodes.broker.look()
     assert not asked["b:0"] and not asked["b:1"]
     nodes.reader.limits = {"a": free, "b": free}
-    nodes.broker.read()
+    nodes.broker.look()
     assert sorted(map(str, asked.values())) == ["[True]", "[]"]
 
 
@@ -234,8 +232,8 @@ def test_a_task_is_not_moved_to_another_node(nodes: NodesRig) -> None:
     asked = fill(nodes, "a:0", gib=12)
     nodes.place("beside it", 20, devices=("a:1",))
     assert nodes.waits(nodes.submit("equal", 20, devices=("a:0",)))
-    nodes.broker.read()
+    nodes.broker.look()
     assert not asked["a:0"]
     nodes.submit("urgent", 20, devices=("a:0",), priority=5)
-    nodes.broker.read()
+    nodes.broker.look()
     assert asked["a:0"] == [True]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig as MakeRig
-from tests.unit.broker.broker_rig import Rig, decided
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig
 from tests.unit.broker.broker_rig import rig as rig
 
 
@@ -15,11 +13,9 @@ def test_one_more_starts_when_those_that_run_have_settled(rig: Rig) -> None:
     fifth = rig.submit("e", probe_fraction=1.0)
     for ticket in tickets:
         rig.start(ticket, 2)
-    rig.broker.read()
     assert rig.waits(fifth)
     rig.clock.advance(4)
-    rig.broker.read()
-    decided(fifth)
+    rig.decided(fifth)
     assert fifth.placement is not None
     (reservation,) = fifth.placement.reservations
     assert reservation.probe is not None and not reservation.exclusive
@@ -32,12 +28,12 @@ def test_the_newest_is_told_to_end_once_when_the_device_runs_short(rig: Rig) -> 
         ticket.on_short = lambda device, name=ticket.request.task_name: told.append((name, device))
     rig.start(new, 1)
     pid = rig.start(old, 1)
-    rig.broker.read()
+    rig.broker.look()
     rig.clock.advance(1)
     rig.reader.allocate(pid, "SIM-0", 21 * GIB)
     for _ in range(3):
-        rig.broker.read()
-        rig.broker.settle()
+        rig.broker.look()
+        rig.broker.look()
     assert [name for name, _ in told] == ["new"]
 
 
@@ -45,11 +41,10 @@ def test_a_task_with_a_budget_starts_beside_a_probe_once_its_need_is_learned(rig
     probe = rig.place("a", probe_fraction=1.0)
     known = rig.submit("b", 6)
     rig.start(probe, 2)
-    rig.broker.read()
     assert rig.waits(known)
     rig.broker.learn_need(probe, {"another model": GIB})
     assert rig.waits(known)
     rig.broker.learn_need(probe, {probe.devices[0].name: 3 * GIB})
-    decided(known)
+    rig.decided(known)
     sizes = {r.task_name: r.reserved_bytes for r in rig.reservations()}
     assert sizes == {"a": 3 * GIB, "b": 6 * GIB}

@@ -14,8 +14,7 @@ from prefect_gpu.broker.ticket import BY_HAND
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.preemption import AGING_S, REST_S
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, decided, indices
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig, indices
 from tests.unit.broker.broker_rig import rig as rig
 
 
@@ -30,7 +29,7 @@ class Training:
         self.asked: list[bool] = []
         self.ticket.on_held_back = self.asked.append
         rig.clock.advance(100)
-        rig.broker.read()
+        rig.broker.look()
 
     @property
     def entry(self) -> Entry:
@@ -39,7 +38,7 @@ class Training:
         return found
 
     def hear(self) -> list[bool]:
-        self.rig.broker.settle()
+        self.rig.broker.look()
         return self.asked
 
     def move_out(self) -> None:
@@ -47,7 +46,7 @@ class Training:
         self.rig.reader.detach(self.pid)
         self.rig.clock.advance(10)
         self.rig.broker.show_suspension(self.ticket, "away", "away: 15GiB in host memory")
-        self.rig.broker.read()
+        self.rig.broker.look()
 
     def move_in(self) -> None:
         assert self.rig.broker.comes_back(self.ticket)
@@ -55,37 +54,36 @@ class Training:
         uuid = self.ticket.devices[0].uuid
         self.rig.reader.allocate(self.pid, uuid, int((self.gib - 1) * GIB))
         self.rig.broker.show_suspension(self.ticket, "running", "")
-        self.rig.broker.read()
+        self.rig.broker.look()
 
 
 def suspended(rig: Rig, **others: Any) -> tuple[Training, Ticket]:
     """Return a training that has made way, and the task that it did it for."""
     training = Training(rig, **others)
     urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
+    rig.broker.look()
     training.move_out()
-    decided(urgent)
+    rig.decided(urgent)
     rig.start(urgent, 18)
-    rig.broker.read()
+    rig.broker.look()
     return training, urgent
 
 
 def test_it_is_asked_makes_way_and_comes_back_before_new_tasks_of_its_priority(rig: Rig) -> None:
     training = Training(rig)
     urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
     assert rig.waits(urgent) and training.hear() == [True]
     assert training.ticket.held_back_for == "task 'urgent'"
     # It holds its device until it is away.
     assert [r.task_name for r in rig.reservations()] == ["training"]
     training.move_out()
-    decided(urgent)
+    rig.decided(urgent)
     assert [r.task_name for r in rig.reservations()] == ["urgent"]
     rig.start(urgent, 18)
     later = rig.submit("later", 16)
     assert rig.waits(later)
     rig.exit(urgent)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False]
     assert rig.waits(later)
     assert [r.task_name for r in rig.reservations()] == ["training"]
@@ -96,61 +94,58 @@ def test_it_is_asked_makes_way_and_comes_back_before_new_tasks_of_its_priority(r
 def test_one_that_has_come_back_rests(rig: Rig) -> None:
     training, urgent = suspended(rig)
     rig.exit(urgent)
-    rig.broker.read()
+    rig.broker.look()
     training.move_in()
     next_one = rig.submit("next", 20, priority=1)
     rig.clock.advance(REST_S - 1)
-    rig.broker.read()
     assert rig.waits(next_one) and training.hear() == [True, False]
     rig.clock.advance(2)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False, True]
 
 
 def test_one_that_refuses_keeps_its_device_and_is_asked_again_later(rig: Rig) -> None:
     training = Training(rig)
     urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True]
     rig.broker.show_suspension(training.ticket, "refused", "not suspended: it uses jax")
-    rig.broker.read()
+    rig.broker.look()
     assert training.entry.suspended_for == ""
     assert training.hear() == [True] and rig.waits(urgent)
     rig.clock.advance(ASK_AGAIN_S + 1)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, True]
 
 
 @pytest.mark.parametrize("is_away", [False, True])
-def test_it_goes_on_in_place_when_the_one_that_asked_is_gone(
-    make_rig: MakeRig, is_away: bool
-) -> None:
-    rig = make_rig("2x24GiB")
+def test_it_goes_on_in_place_when_the_one_that_asked_is_gone(is_away: bool) -> None:
+    rig = Rig("2x24GiB")
     first, second = (Training(rig, name) for name in "ab")
     urgent = rig.submit("urgent", 20, count=2, priority=1)
-    rig.broker.read()
+    rig.broker.look()
     assert first.hear() == second.hear() == [True]
     if is_away:
         # The other one is still on its way, so nobody has made way.
         first.move_out()
     rig.broker.withdraw(urgent)
-    rig.broker.read()
+    rig.broker.look()
     assert first.hear() == second.hear() == [True, False]
     assert [r.task_name for r in rig.reservations()] == ["a", "b"]
     assert first.entry.suspended_for == second.entry.suspended_for == ""
 
 
-def test_one_that_is_moved_goes_on_at_once_on_the_other_device(make_rig: MakeRig) -> None:
-    rig = make_rig("2x24GiB")
+def test_one_that_is_moved_goes_on_at_once_on_the_other_device() -> None:
+    rig = Rig("2x24GiB")
     other = rig.place("other", 10, devices=("1",))
     rig.start(other, 8)
     training = Training(rig, gib=12)
     whole = rig.submit("whole", 20)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True]
     assert [r.device_uuid for r in training.entry.reservations] == ["SIM-0"]
     training.move_out()
-    decided(whole)
+    rig.decided(whole)
     assert indices(whole) == [0]
     assert training.hear() == [True, False]
     assert indices(training.ticket) == [1]
@@ -158,14 +153,14 @@ def test_one_that_is_moved_goes_on_at_once_on_the_other_device(make_rig: MakeRig
     assert [r.device_uuid for r in training.entry.reservations] == ["SIM-1"]
 
 
-def test_one_that_comes_back_through_the_queue_may_be_on_another_device(make_rig: MakeRig) -> None:
-    rig = make_rig("2x24GiB")
+def test_one_that_comes_back_through_the_queue_may_be_on_another_device() -> None:
+    rig = Rig("2x24GiB")
     other = rig.place("other", 20, devices=("1",))
     rig.start(other, 8)
     training, _ = suspended(rig)
     assert rig.waits()
     rig.exit(other)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False]
     assert indices(training.ticket) == [1]
 
@@ -174,10 +169,10 @@ def test_one_that_was_away_for_long_comes_back_before_tasks_of_higher_priority(r
     training, urgent = suspended(rig)
     higher = rig.submit("higher", 20, priority=1)
     rig.clock.advance(AGING_S + 1)
-    rig.broker.read()
+    rig.broker.look()
     assert training.ticket.request.priority == 1 and training.entry.request.priority == 1
     rig.exit(urgent)
-    rig.broker.read()
+    rig.broker.look()
     # It has the same priority by now, and came first.
     assert training.hear() == [True, False] and rig.waits(higher)
 
@@ -187,7 +182,7 @@ def test_one_that_is_cancelled_while_it_is_away_leaves_nothing(rig: Rig) -> None
     assert not rig.broker.withdraw(training.ticket)
     rig.broker.end(training.ticket)
     assert rig.next_recovered() == ("training", 0)
-    rig.broker.settle()
+    rig.broker.look()
     assert rig.ledger.entry(training.ticket.request.id) is None
     rig.exit(urgent)
     assert rig.next_recovered() == ("urgent", 0)
@@ -199,17 +194,11 @@ def test_one_whose_devices_are_lost_is_told_so(rig: Rig) -> None:
     told: list[PrefectGPUError] = []
     training.ticket.on_no_return = told.append
     rig.broker.give_up("the driver is gone")
-    rig.broker.settle()
+    rig.broker.look()
     assert [str(each) for each in told] == ["the driver is gone"]
     # Its process is still there, until its runner has ended it.
     rig.broker.end(training.ticket)
     assert rig.next_recovered() == ("training", 0)
-
-
-def all_read(rig: Rig) -> None:
-    """Let all brokers look at what has come, and at what follows of it."""
-    for broker in [each for each in rig.brokers if each.started] * 3:
-        broker.read()
 
 
 def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anothers(
@@ -217,11 +206,11 @@ def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anoth
 ) -> None:
     training = Training(rig)
     urgent = rig.submit("urgent", 20, priority=1, broker=rig.another())
-    all_read(rig)
+    rig.look()
     assert not rig.broker.comes_back(training.ticket)
     training.move_out()
-    all_read(rig)
-    decided(urgent)
+    rig.look()
+    rig.decided(urgent)
     assert not rig.broker.comes_back(training.ticket)
     assert training.entry.away
 
@@ -229,18 +218,16 @@ def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anoth
 def test_it_goes_on_if_something_else_keeps_the_urgent_one_from_its_start(rig: Rig) -> None:
     training, other = Training(rig), rig.another(max_processes=1)
     urgent = rig.submit("urgent", 20, priority=1, broker=other)
-    all_read(rig)
+    rig.look()
     assert training.asked == [True]
     rig.place("another", 1, priority=9, broker=other)
-    all_read(rig)
+    rig.look()
     assert training.entry.reservations and not training.entry.suspended_for
     assert training.asked == [True, False] and not urgent.decided
 
 
 @pytest.mark.parametrize("stopped", ["the flow of the urgent one", "its own flow"])
-def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(
-    make_rig: MakeRig, tmp_path: Path, stopped: str
-) -> None:
+def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(tmp_path: Path, stopped: str) -> None:
     stores: list[HostStore] = []
 
     def open_store() -> HostStore:
@@ -248,21 +235,21 @@ def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(
         stores.append(HostStore(tmp_path, owners_s=1e9))
         return stores[-1]
 
-    rig = make_rig(ledger=Ledger(open_store))
+    rig = Rig(ledger=Ledger(open_store))
     other = rig.another(ledger=Ledger(open_store))
     training = Training(rig)
     rig.submit("urgent", 20, priority=1, broker=other)
-    all_read(rig)
+    rig.look()
     assert training.asked == [True] and training.entry.suspended_for
     if stopped == "its own flow":
         stores[1].silent = frozenset({stores[0].owner})
-        all_read(rig)
+        rig.look()
     else:
         rig.reader.detach(training.pid)
         rig.broker.show_suspension(training.ticket, "away", "away")
         stores[0].silent = frozenset({stores[1].owner})
-        rig.broker.read()
-        rig.broker.read()
+        rig.broker.look()
+        rig.broker.look()
         assert training.asked == [True, False]
     assert not training.entry.suspended_for
 
@@ -272,7 +259,7 @@ def test_a_task_is_not_suspended_for_one_within_it(rig: Rig) -> None:
     inner = rig.another(ancestors=(training.ticket.request.id,))
     rig.place("filler", 7)
     rig.submit("inner", 2, priority=5, broker=inner)
-    all_read(rig)
+    rig.look()
     assert not training.asked
 
 
@@ -282,7 +269,7 @@ def test_a_task_is_not_suspended_for_one_within_it(rig: Rig) -> None:
 def by_hand(rig: Rig, shared: bool) -> Training:
     training = Training(rig, preemptible=False)
     rig.ledger.hold_back(training.ticket.request.id, True, shared)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True]
     assert training.ticket.held_back_for == BY_HAND
     training.move_out()
@@ -292,10 +279,9 @@ def by_hand(rig: Rig, shared: bool) -> Training:
 def test_what_a_person_freed_is_kept_from_others(rig: Rig) -> None:
     training = by_hand(rig, shared=False)
     other = rig.submit("other", 20)
-    rig.broker.read()
     assert rig.waits(other)
     rig.ledger.hold_back(training.ticket.request.id, False)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False]
 
 
@@ -306,11 +292,11 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
     rig.start(other, 18)
     # It is not even asked for a device before the person says so.
     rig.exit(other)
-    rig.broker.read()
+    rig.broker.look()
     assert rig.reservations() == [] and training.hear() == [True]
     rig.ledger.hold_back(training.ticket.request.id, False)
-    rig.broker.read()
-    rig.broker.read()
+    rig.broker.look()
+    rig.broker.look()
     assert training.hear() == [True, False]
     assert [r.task_name for r in rig.reservations()] == ["training"]
 
@@ -318,22 +304,22 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
 def test_one_on_its_way_back_is_asked_away_before_others_get_its_device(rig: Rig) -> None:
     training = by_hand(rig, shared=False)
     rig.ledger.hold_back(training.ticket.request.id, False)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False]
     rig.ledger.hold_back(training.ticket.request.id, True, shared=True)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True, False, True] and rig.reservations() == []
 
 
 def test_one_that_moves_out_although_no_one_wants_that_any_more_is_asked_back(rig: Rig) -> None:
     training = Training(rig)
     urgent = rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
+    rig.broker.look()
     assert training.hear() == [True]
     # An old refusal comes after it was asked again.
     rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
     rig.broker.withdraw(urgent)
-    rig.broker.read()
+    rig.broker.look()
     training.move_out()
     assert training.hear() == [True, False]
 
@@ -343,16 +329,16 @@ def test_nothing_is_suspended_for_the_requests_of_a_broker_that_does_not_preempt
     other = rig.another(preempts=False)
     ticket = rig.submit("urgent", 20, priority=1, broker=other)
     for broker in (other, rig.broker):
-        broker.read()
+        broker.look()
     assert training.hear() == [] and rig.waits(ticket)
 
 
 def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> None:
     training = Training(rig)
     rig.submit("urgent", 20, priority=1)
-    rig.broker.read()
+    rig.broker.look()
     rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
-    rig.broker.read()
+    rig.broker.look()
     rig.ledger.hold_back(training.ticket.request.id, True)
     assert training.entry.held_back and training.entry.suspension == ""
     rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")

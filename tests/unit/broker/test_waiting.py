@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 
 import pytest
 
@@ -13,9 +12,9 @@ from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.scheduling.backfill import NO_BACKFILL
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import GIB
-from tests.unit.broker.broker_rig import MakeRig, Rig, Waiter, decided
-from tests.unit.broker.broker_rig import make_rig as make_rig
+from tests.unit.broker.broker_rig import Rig, Waiter
 from tests.unit.broker.broker_rig import rig as rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 # Waiting.
 
@@ -36,8 +35,8 @@ def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
     waiter = Waiter(rig, rig.submit("b", 6), again_s=2.0)
 
     def advance(duration_s: float) -> str:
-        rig.broker.read()
-        rig.clock.wait_for_waiters(3)
+        rig.broker.look()
+        rig.clock.wait_for_waiters(1)
         rig.clock.advance(duration_s)
         return explained.get(timeout=DEADLOCK_S)
 
@@ -50,20 +49,20 @@ def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
     assert waiter.told.empty(), "the same reason is not told twice"
 
 
-def test_a_limit_ends_the_wait_and_lets_others_pass(make_rig: MakeRig) -> None:
-    rig = make_rig(patience=NO_BACKFILL)
+def test_a_limit_ends_the_wait_and_lets_others_pass() -> None:
+    rig = Rig(patience=NO_BACKFILL)
     rig.place("a", 20)
     waiter = Waiter(rig, rig.submit("b", 6), limit_s=0.5)
     behind = rig.submit("c", 4)
     assert rig.waits(behind)
-    rig.clock.wait_for_waiters(3)
+    rig.clock.wait_for_waiters(1)
     rig.clock.advance(0.5)
     result = waiter.result()
     assert isinstance(result, PlacementTimeoutError)
     assert str(result) == (
         "gpu:wait=500ms is over: 'b' still waited for 6GiB on device 0; most free 4GiB"
     )
-    decided(behind)
+    rig.decided(behind)
 
 
 def test_what_is_placed_as_the_limit_is_reached_is_kept(
@@ -74,7 +73,7 @@ def test_what_is_placed_as_the_limit_is_reached_is_kept(
 
     def explain(ticket: Ticket) -> Reason:
         rig.broker.end(first)
-        decided(ticket)
+        rig.decided(ticket)
         return Reason(WaitKind.FIRST_READING)
 
     monkeypatch.setattr(rig.broker, "explain", explain)
@@ -89,32 +88,33 @@ def test_a_request_whose_wait_ends_in_an_error_holds_nothing(rig: Rig) -> None:
     def fail(_: Reason) -> None:
         # The worst moment: it is placed, and no thread is there to take it.
         rig.broker.end(first)
-        decided(second)
+        rig.decided(second)
         raise RuntimeError("the API is gone")
 
     waiter.on_waiting = fail
-    rig.broker.settle()
-    rig.clock.wait_for_waiters(3)
+    rig.broker.look()
+    rig.clock.wait_for_waiters(1)
     rig.clock.advance(1)
     assert isinstance(waiter.result(), RuntimeError)
     assert [rig.next_recovered() for _ in "ab"] == [("a", 0), ("b", 0)]
     assert not rig.reservations()
 
 
-def test_a_withdrawn_head_no_longer_blocks(make_rig: MakeRig) -> None:
-    rig = make_rig(patience=NO_BACKFILL)
+def test_a_withdrawn_head_no_longer_blocks() -> None:
+    rig = Rig(patience=NO_BACKFILL)
     first = rig.place("a", 20)
     head, behind = rig.submit("b", 6), rig.submit("c", 4)
     waiter = Waiter(rig, head)
     assert rig.waits(head, behind)
     assert rig.broker.withdraw(head)
     assert isinstance(waiter.result(), Withdrawn)
-    decided(behind)
+    rig.decided(behind)
     assert not rig.broker.withdraw(head)
     assert not rig.broker.withdraw(first), "it was placed"
 
 
-def test_withdrawing_at_the_moment_of_placing_leaks_nothing(rig: Rig) -> None:
+def test_withdrawing_at_the_moment_of_placing_leaks_nothing(thread_rig: Rig) -> None:
+    rig = thread_rig
     # Either the waiting thread has a placement and ends it, or nothing is held.
     for _ in range(50):
         ticket = rig.submit("a", 20)
@@ -124,20 +124,14 @@ def test_withdrawing_at_the_moment_of_placing_leaks_nothing(rig: Rig) -> None:
             rig.next_recovered()
         else:
             assert ticket.placement is None
-        rig.broker.settle()
-        assert not rig.reservations()
+    rig.place("b", 24)
 
 
 def test_before_the_first_reading(rig: Rig) -> None:
-    hangs = threading.Event()
-    rig.reader.during = lambda: hangs.wait(DEADLOCK_S)
     waiting = rig.submit("a", 6)
-    assert rig.broker.why(waiting) == "the first reading of the devices"
-    hangs.set()
-    decided(waiting)
-    assert rig.broker.why(rig.submit("b", devices=("9",))).startswith(
-        "its refusal: gpu:device=9 names no"
-    )
+    assert rig.why(waiting) == "the first reading of the devices"
+    rig.decided(waiting)
+    assert rig.why(rig.submit("b", devices=("9",))).startswith("its refusal: gpu:device=9 names no")
 
 
 # What standbys must know.
@@ -147,7 +141,7 @@ def test_reserved_host_memory_is_reported_until_it_is_used(rig: Rig) -> None:
     ticket = rig.place("one", 1, host_bytes=3 * GIB)
     assert rig.broker.host_promised_bytes == 3 * GIB
     rig.broker.mark_running(ticket)
-    rig.broker.settle()
+    rig.broker.look()
     assert rig.broker.host_promised_bytes == 0
     rig.broker.end(ticket)
 
@@ -157,12 +151,12 @@ def test_a_request_that_waits_for_host_memory_gets_that_reason(rig: Rig) -> None
     assert not rig.broker.wants_host_memory
     rig.host_available_bytes = 2 * GIB
     # Seen before the request comes: one is decided by the last reading.
-    rig.broker.read()
+    rig.broker.look()
     rig.submit("second", 1, host_bytes=3 * GIB)
-    rig.broker.settle()
+    rig.broker.look()
     assert rig.broker.wants_host_memory
     rig.host_available_bytes = 4 * GIB
-    rig.broker.read()
+    rig.broker.look()
     assert not rig.broker.wants_host_memory
     rig.broker.end(first)
 
@@ -170,6 +164,6 @@ def test_a_request_that_waits_for_host_memory_gets_that_reason(rig: Rig) -> None
 def test_one_that_waits_for_a_device_alone_wants_nothing_of_the_machines(rig: Rig) -> None:
     first = rig.place("first", 20)
     rig.submit("second", 20, host_bytes=GIB)
-    rig.broker.read()
+    rig.broker.look()
     assert not rig.broker.wants_host_memory
     rig.broker.end(first)

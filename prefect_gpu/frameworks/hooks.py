@@ -24,9 +24,9 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 class AfterImport(importlib.abc.MetaPathFinder):
     """A finder that calls an action right after a module's first import.
 
-    It takes the loader of another finder and replaces `exec_module` of that object, so that resources, sources
-    and submodules are found as usual. Python's lock on each module makes "first import" exact when several
-    threads import at once: the other threads wait until the action has ended.
+    It replaces `exec_module` of the loader that another finder returns, so that resources, sources and submodules are
+    found as usual. Python's lock on each module makes "first import" exact when several threads import at once: the
+    other threads wait until the action has ended.
 
     Args:
         actions: Actions by the name of the module. The finder that was installed first acts first.
@@ -43,7 +43,13 @@ class AfterImport(importlib.abc.MetaPathFinder):
             Exception: An action has raised it.
         """
         sys.meta_path.insert(0, self)
-        self._act_on_loaded()
+        for name in list(self._pending):
+            module = sys.modules.get(name)
+            if _is_lazy(module):
+                # The module is imported when its first attribute is used.
+                self._hook(object.__getattribute__(module, "__spec__"))
+            elif name in sys.modules:
+                self._act(name)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,26 +65,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._hook(spec)
         return spec
 
-    def _act_on_loaded(self) -> None:
-        for name in list(self._pending):
-            module = sys.modules.get(name)
-            if _is_lazy(module):
-                # The module is imported when its first attribute is used.
-                self._hook(object.__getattribute__(module, "__spec__"))
-            elif name in sys.modules:
-                self._act(name)
-
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         finders = list(sys.meta_path)
         # Finders before this one have found nothing, or are waiting for the same module.
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
-            if not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
+            if hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    return spec
         return None
 
     def _hook(self, spec: ModuleSpec) -> None:
@@ -107,10 +103,6 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
     """Apply each adapter now if its framework is imported, else right after its first import.
 
     Caps of processes that a body starts are applied at once.
-
-    Args:
-        adapters: The result of `registry.adapters_for(policy)`.
-        policy: The policy to apply.
 
     Returns:
         The finder, first on `sys.meta_path`. A caller may remove it from there.
@@ -142,11 +134,10 @@ def frameworks_in_use() -> tuple[str, ...]:
 
 
 def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
-    """Sum the counters of the frameworks that are imported; safe while one is being imported.
+    """Sum the counters of the imported frameworks, safely while one is being imported; `None`: none used a device.
 
-    Returns:
-        The sum. A field is `None` if no framework knows it. A framework that does not count reserved bytes adds
-        its live bytes, the least that it can hold. `None`: no framework has used a device.
+    A field is `None` if no framework knows it. A framework that does not count reserved bytes adds its live bytes, the
+    least that it can hold.
     """
     found = [c for adapter in _in_use(adapters) if (c := adapter.counters()) is not None]
     if not found:
@@ -162,23 +153,13 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
 
 
 def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
-    """Read the frameworks' allocated bytes, and their allocation retries so far.
-
-    It reads less than `collect_counters`, for a thread that calls it every few milliseconds.
-
-    Returns:
-        The sums; a framework that does not count retries adds none. `None`: no framework has used
-        a device.
-    """
+    """Sum the samples of the imported frameworks; `None`: no framework has used a device."""
     found = [s for adapter in _in_use(adapters) if (s := adapter.sample()) is not None]
     return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
-    """Begin to trace allocations; `None`: no framework can be traced now.
-
-    Only one framework is traced: the first that can be.
-    """
+    """Begin to trace the first framework that can be traced; `None`: no framework can be traced now."""
     traces = (adapter.begin_trace() for adapter in _in_use(adapters))
     return next((trace for trace in traces if trace is not None), None)
 

@@ -1,8 +1,7 @@
 """The known frameworks, detection of the frameworks of a function, and their host memory.
 
-Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an
-import by name, a helper in another package). Contexts and standbys depend on it. Caps do not: `hooks` applies
-them to every imported framework.
+Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an import by
+name, a helper in another package). Contexts and standbys depend on it; caps hold for every imported framework.
 """
 
 from __future__ import annotations
@@ -27,27 +26,21 @@ from prefect_gpu.frameworks.tensorflow_adapter import TensorFlowAdapter
 from prefect_gpu.frameworks.torch_adapter import TorchAdapter
 from prefect_gpu.units import MIB
 
-#: Host memory that a child takes before its body begins, by framework, in addition to
-#: `HOST_BYTES_LEAST` for Python and Prefect: private bytes after a calibration, 16 cores, H200
-#: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
+#: Host memory that a child takes before its body begins, by framework, in addition to `HOST_BYTES_LEAST` for Python and
+#: Prefect: private bytes after a calibration, 16 cores, H200 (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow
+#: 2.21, JAX 0.11, CuPy 14).
 HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
 HOST_BYTES_LEAST = 78 * MIB
 
 #: Adapters by name in `gpu:framework=`; `none` has no adapter.
 ADAPTERS: Mapping[str, FrameworkAdapter] = {
-    adapter.name: adapter
-    for adapter in (
-        TorchAdapter(),
-        TensorFlowAdapter(),
-        JaxAdapter(),
-        CupyAdapter(),
-        OnnxRuntimeAdapter(),
-    )
+    kind.name: kind()
+    for kind in (TorchAdapter, TensorFlowAdapter, JaxAdapter, CupyAdapter, OnnxRuntimeAdapter)
 }
 
-#: Frameworks whose memory samples every few milliseconds can follow, since they allocate and free in step with
-#: the host's code. XLA and TensorFlow free an operation's memory as soon as the operation is queued, CuPy an
-#: expression's, so samples miss most of it (seen on an H200).
+#: Frameworks whose memory samples every few milliseconds can follow: they allocate and free in step with the host's
+#: code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples miss most
+#: of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
 #: Frameworks without a peak counter: the largest sample is used.
@@ -81,9 +74,8 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
 
-
-#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of
-#: `functools.wraps`, of static and class methods.
+#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of `functools.wraps`,
+#: of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
 
 #: Most decorators above one function.
@@ -104,47 +96,40 @@ def framework_version(framework: str) -> str:
     import importlib.metadata
 
     for distribution in DISTRIBUTIONS.get(framework, ()):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ""
 
 
 def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]:
-    """Return which frameworks a function uses, by reading it.
+    """Return the names of the frameworks that a function uses, sorted, by reading it.
 
     Args:
         fn: A function, method, partial, callable object or Prefect task.
-        whole_modules: Count all imports of the functions' modules, used or not: a child imports
-            whole modules.
-
-    Returns:
-        Names as in `gpu:framework=`, sorted; empty: none found.
+        whole_modules: Count all imports of the functions' modules, used or not: a child imports whole modules.
     """
     roots = {module.partition(".")[0] for module in _Walk(whole_modules).modules(fn)}
     return tuple(sorted(set(ADAPTERS).intersection(map(framework_of, roots))))
 
 
 def framework_of(root: str) -> str:
-    """Return the framework of an import root, of Keras its backend; empty: the root belongs to none."""
+    """Return the framework of an import root, for Keras its backend; empty: no framework."""
     if root == "keras":
         return os.environ.get("KERAS_BACKEND", "tensorflow")
     return FRAMEWORK_BY_ROOT.get(root, "")
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """Return what unpickling a function and calling it imports, by reading it: its own module first.
+    """Return the imports of unpickling a function and calling it, by reading it: its own module first.
 
-    A function inside another one travels by value. Its own module is then imported only if the function refers to more
-    of it.
+    A function inside another function travels by value. Its own module is imported only if it refers to more of it.
 
     Args:
         fn: See `detect_frameworks`.
 
     Returns:
-        `package.module`, and `package:name,name` for `from package import name, name` inside
-        functions, where a name may be a module. They need not be importable.
+        `package.module`, and `package:name,name` for `from package import name, name` inside functions, where a name
+        may be a module. They need not be importable.
     """
     inner = _innermost(fn)
     own = _text(getattr(inner, "__module__", None))
@@ -166,13 +151,7 @@ def find_in_namespace(module: str, name: str) -> Any:
 
 
 def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[str, ...] | None:
-    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below.
-
-    Args:
-        found: The object, which may be the function.
-        wanted: The function.
-        left: Most decorators to look below.
-    """
+    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below."""
     if found is wanted:
         return ()
     for step in _BELOW if left else ():
@@ -195,19 +174,12 @@ def uses_prefect(fn: Any) -> bool:
     """Return whether a task's function, or code that it refers to, is known to import Prefect.
 
     `child.late_prefect` also handles imports that are not found here.
-
-    Args:
-        fn: See `detect_frameworks`.
     """
     return any(map(brings_prefect, needed_modules(fn)))
 
 
 def brings_prefect(entry: str) -> bool:
-    """Return whether an import is one of Prefect, or of a loaded module of the user's that has something of Prefect.
-
-    Args:
-        entry: An element of the result of `needed_modules`.
-    """
+    """Return whether an element of `needed_modules` is Prefect, or a user's loaded module that has something of Prefect."""
     module = entry.partition(":")[0]
     if module.partition(".")[0] == "prefect":
         return True
@@ -238,7 +210,7 @@ _METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 class _Walk:
-    """A walk over a function and the user's own functions and classes that it reaches."""
+    """A walk over a function and the user's functions and classes that it reaches."""
 
     def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
         self._whole_modules = whole_modules
@@ -246,7 +218,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def modules(self, value: Any) -> Iterator[str]:
-        """Yield every import, and the module of every function, class and object, that is reached."""
+        """Yield every reached import, and the module of every reached function, class and object."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -280,16 +252,13 @@ class _Walk:
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
         for cell in fn.__closure__ or ():
-            try:
+            with contextlib.suppress(ValueError):  # An empty cell.
                 yield from self.modules(cell.cell_contents)
-            except ValueError:  # An empty cell.
-                continue
         yield from self._all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
         wrapped = inspect.getattr_static(fn, "__wrapped__", None)
         if wrapped is not None:
             yield from self.modules(wrapped)
-        # A function is pickled by reference to its module, which the child then imports whole. A function of
-        # `__main__` is pickled by value.
+        # A child imports the whole module of a function by reference. `__main__`'s functions are pickled by value.
         if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
@@ -354,9 +323,7 @@ def is_users(module: str | None) -> bool:
     root = _text(module).partition(".")[0]
     if root == "__main__":
         return True
-    if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT:
-        return False
-    if root in ("keras", "prefect_gpu"):
+    if root in {*sys.stdlib_module_names, *FRAMEWORK_BY_ROOT, "keras", "prefect_gpu"}:
         return False
     spec = look_at(root, "__spec__")
     # A package's folders, or a module's file.
@@ -367,9 +334,8 @@ def is_users(module: str | None) -> bool:
 def _is_installed(root: str, place: str) -> bool:
     """Return whether an installer put a module where it is."""
     # `dist-packages` is Debian's name, which many GPU containers have.
-    if "site-packages" in place or "dist-packages" in place:
-        return True
-    return root in _installed_in(os.path.dirname(place))
+    by_name = "site-packages" in place or "dist-packages" in place
+    return by_name or root in _installed_in(os.path.dirname(place))
 
 
 @functools.cache

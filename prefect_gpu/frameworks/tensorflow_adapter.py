@@ -1,8 +1,8 @@
 """TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
-TensorFlow fixes its devices when its runtime starts (the first operation). Unless the program itself asks for
-growth, TensorFlow then takes its limit whole, so `allocation=limit` and `allocation=all` differ only in the
-time. `tensorflow_devices` enforces limits.
+TensorFlow fixes its devices when its runtime starts (the first operation). It then takes its limit whole, unless the
+program asks for growth: `allocation=limit` and `allocation=all` differ only in the time. `tensorflow_devices` enforces
+limits.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import (
-    Counters,
-    FrameworkAdapter,
-    FrameworkPolicy,
-    host_value,
-    imported,
-)
+from prefect_gpu.frameworks import adapter
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, host_value, imported
 from prefect_gpu.frameworks.tensorflow_devices import hold_caps
 from prefect_gpu.units import MIB
 
 
-class TensorFlowAdapter(FrameworkAdapter):
+class TensorFlowAdapter(adapter.FrameworkAdapter):
     """TensorFlow on CUDA devices; on the host only its threads are set.
 
     `release_cached` does nothing: TensorFlow keeps its regions until the process ends.
@@ -34,12 +29,16 @@ class TensorFlowAdapter(FrameworkAdapter):
     module = "tensorflow"
     # Otherwise each process writes three lines about oneDNN and the processor (2.21).
     default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
+    # Read when its runtime starts; the level of its log at any time.
+    late_variables = (
+        "TF_CPP_MIN_LOG_LEVEL",
+        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "TF_NUM_INTRAOP_THREADS",
+        "TF_NUM_INTEROP_THREADS",
+    )
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return growth. Under a cap an inherited growth is removed.
-
-        `TF_FORCE_GPU_ALLOW_GROWTH` overrides settings of the program.
-        """
+        """Return growth, which overrides settings of the program. Under a cap an inherited growth is removed."""
         growth = policy.cap_bytes(self.name) is None
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
 
@@ -60,15 +59,6 @@ class TensorFlowAdapter(FrameworkAdapter):
                 self.name,
                 f"refused the policy ({error}); its runtime must not start before the task's body",
             ) from error
-
-    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for variables that TensorFlow reads when its runtime starts, and for the level of its log."""
-        return name in (
-            "TF_CPP_MIN_LOG_LEVEL",
-            "TF_FORCE_GPU_ALLOW_GROWTH",
-            "TF_NUM_INTRAOP_THREADS",
-            "TF_NUM_INTEROP_THREADS",
-        )
 
     def has_started(self) -> bool:
         """Child: return whether the runtime has started, which fixes devices and threads."""
@@ -106,18 +96,16 @@ class TensorFlowAdapter(FrameworkAdapter):
             # A session's error names an operation, which belongs to a graph of this process.
             make, arguments = value.__reduce__()
             return make, tuple(None if each is value.op else each for each in arguments)
-        if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-            return host_value, (value.numpy(),)
-        if isinstance(value, tf.Variable):
+        if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):
             return host_value, (value.numpy(),)
         return _reduce_keras(tf, value)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT. Needs growth.
+        """Child: load cuBLAS, cuDNN and cuFFT; needs growth.
 
         Returns:
-            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
-            nothing else, and never returns memory.
+            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports no other figure, and
+            never returns memory.
         """
         tf = import_module("tensorflow")
         with tf.device("GPU:0"):
@@ -135,19 +123,17 @@ class TensorFlowAdapter(FrameworkAdapter):
 
     def _configure_devices(self, tf: Any, policy: FrameworkPolicy) -> None:
         gpus = tf.config.list_physical_devices("GPU")
-        allotted = len(policy.device_uuids)
-        if len(gpus) != allotted:
-            why = (
-                "GPU libraries (CUDA, cuDNN) that it could not open, which it says in a log line"
-                if tf.test.is_built_with_cuda()
-                else "a build without CUDA"
-            )
-            raise FrameworkError(
-                self.name,
-                f"{allotted} GPU(s) allotted, {len(gpus)} found, so it would silently use the CPU; "
-                f"the likely reason is {why}; install tensorflow[and-cuda], or name what the task "
-                f"uses on the GPU with gpu:framework",
-            )
+        why = (
+            "GPU libraries (CUDA, cuDNN) that it could not open, which it says in a log line"
+            if tf.test.is_built_with_cuda()
+            else "a build without CUDA"
+        )
+        self.check_devices(
+            policy,
+            len(gpus),
+            f", so it would silently use the CPU; the likely reason is {why}; install "
+            f"tensorflow[and-cuda], or name what the task uses on the GPU with gpu:framework",
+        )
         if self.has_started():
             raise RuntimeError("its GPUs are open")
         hold_caps(policy.cap_bytes(self.name), policy.total_bytes)
@@ -157,10 +143,9 @@ class TensorFlowAdapter(FrameworkAdapter):
 
 def _bound_threads(tf: Any, cpus: int) -> None:
     threading = tf.config.threading
-    if threading.get_intra_op_parallelism_threads() != cpus:
-        threading.set_intra_op_parallelism_threads(cpus)
-    if threading.get_inter_op_parallelism_threads() != cpus:
-        threading.set_inter_op_parallelism_threads(cpus)
+    for kind in ("intra", "inter"):
+        if getattr(threading, f"get_{kind}_op_parallelism_threads")() != cpus:
+            getattr(threading, f"set_{kind}_op_parallelism_threads")(cpus)
 
 
 def _start_devices(tf: Any, count: int) -> None:  # needs a GPU
@@ -179,10 +164,7 @@ def _started_tensorflow() -> Any:
 
 
 def reduce_traced(value: Any) -> Any:
-    """Return a pickle reduction that makes a `tf.function` anew of its Python function, or `NotImplemented`.
-
-    What it has traced belongs to this process.
-    """
+    """Return a pickle reduction that traces a `tf.function` anew from its Python function, or `NotImplemented`."""
     if type(value).__name__ != "Function" or not hasattr(value, "python_function"):
         return NotImplemented
     options = {

@@ -1,13 +1,11 @@
 """The caps of TensorFlow's GPUs, enforced in every way to open them.
 
-A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each
-TensorFlow 1 session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available`
-calls. All pass the options to functions of TensorFlow's C interface, which this module replaces. TensorFlow
-keeps one allocator for each logical device for the life of the process: the first to open a device fixes its
-size and its growth, and later users share it.
+A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each TensorFlow 1
+session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available` calls. All pass the
+options to functions of TensorFlow's C interface, which this module replaces. TensorFlow keeps one allocator for each
+logical device for the life of the process: the first to open a device fixes its size and its growth.
 
-C++ code that opens a device by itself, before any of these, is not covered. Which cap a task has is not decided
-here.
+C++ code that opens a device by itself, before any of these, is not covered.
 """
 
 from __future__ import annotations
@@ -24,8 +22,18 @@ from prefect_gpu.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Values of `TF_GPU_ALLOCATOR` that hand each allocation to the driver, without a limit.
+#: Values of `TF_GPU_ALLOCATOR` that pass each allocation to the driver, without a limit.
 UNLIMITED_ALLOCATORS = ("cuda_malloc", "cuda_malloc_async")
+
+#: Warnings about options of a program.
+_LOWERED = (
+    "TensorFlow: %s, this task's cap: its budget less the CUDA context; gpu:memory states a larger "
+    "budget, gpu:allocation=growth sets no cap"
+)
+_UNLIMITED = (
+    "TensorFlow: %s is not used, since that allocator has no limit and would pass this task's cap; "
+    "gpu:allocation=growth sets no cap"
+)
 
 
 def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
@@ -103,11 +111,7 @@ class _Bounds:
         self._warned: set[str] = set()
 
     def apply(self, config: Any) -> Any:
-        """Return a copy of a `ConfigProto` that keeps to the caps.
-
-        Raises:
-            FrameworkError: The program splits a device into more logical devices than this process has opened.
-        """
+        """Return a copy of a `ConfigProto` that keeps to the caps, or raise `FrameworkError`: see `_bound_split`."""
         bounded = type(config)()
         bounded.CopyFrom(config)
         options = bounded.gpu_options
@@ -142,9 +146,10 @@ class _Bounds:
         asked = fraction * self._total_bytes[device] if fraction > 0 else most
         if asked > most:
             used = most / self._total_bytes[device]
-            self._warn_lowered(
+            self._warn_once(
+                _LOWERED,
                 f"per_process_gpu_memory_fraction={fraction:g} is {format_bytes(int(asked))} of this GPU; "
-                f"{used:.3g} ({format_bytes(most)}) is used"
+                f"{used:.3g} ({format_bytes(most)}) is used",
             )
         return [min(asked, most) / pieces / MIB] * pieces
 
@@ -153,9 +158,10 @@ class _Bounds:
         most = max(1, self._caps[device] // MIB)
         limits = [max(1, int(limit)) for limit in split.memory_limit_mb] or [most]
         if sum(limits) > most:
-            self._warn_lowered(
+            self._warn_once(
+                _LOWERED,
                 f"logical devices of {format_bytes(sum(limits) * MIB)} on one GPU; "
-                f"{format_bytes(most * MIB)} is used"
+                f"{format_bytes(most * MIB)} is used",
             )
         scale = min(1.0, most / sum(limits))
         split.memory_limit_mb[:] = [max(1, int(limit * scale)) for limit in limits]
@@ -174,24 +180,10 @@ class _Bounds:
         if named in UNLIMITED_ALLOCATORS:
             # TensorFlow reads it when it makes the allocator, which is next.
             del os.environ["TF_GPU_ALLOCATOR"]
-            self._warn_unlimited(f"TF_GPU_ALLOCATOR={named}")
+            self._warn_once(_UNLIMITED, f"TF_GPU_ALLOCATOR={named}")
         if experimental.use_cuda_malloc_async:
             experimental.use_cuda_malloc_async = False
-            self._warn_unlimited("use_cuda_malloc_async=True")
-
-    def _warn_lowered(self, text: str) -> None:
-        self._warn_once(
-            "TensorFlow: %s, this task's cap: its budget less the CUDA context; gpu:memory states a larger "
-            "budget, gpu:allocation=growth sets no cap",
-            text,
-        )
-
-    def _warn_unlimited(self, text: str) -> None:
-        self._warn_once(
-            "TensorFlow: %s is not used, since that allocator has no limit and would pass this task's cap; "
-            "gpu:allocation=growth sets no cap",
-            text,
-        )
+            self._warn_once(_UNLIMITED, "use_cuda_malloc_async=True")
 
     def _warn_once(self, template: str, text: str) -> None:
         """Log the first warning of its kind in this process."""

@@ -1,8 +1,8 @@
 """Memory files of large arguments, which several GPU tasks share.
 
-Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a
-share that used it is open. The last used files also stay while another call waits, so tasks that run one after
-another write an argument once. `pickling` pickles values, and `transport` sends them.
+Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a share that
+used it is open. The last used files also stay while another call waits, so tasks that run one after another write an
+argument once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from prefect_gpu.values.transport import MemoryFile, PackedValue, WriteFile
 
 
 class ArgumentFiles:
-    """The memory files of one process's arguments. Safe to use from several threads.
-
-    Args:
-        write: Makes a file.
-    """
+    """The memory files of one process's arguments. Safe to use from several threads."""
 
     def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
@@ -52,8 +48,7 @@ class ArgumentFiles:
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
         """Return a file with the bytes of `parts`: another share's, or a new file.
 
-        The bytes of an existing file are compared first: the flow may have written to its array in
-        between.
+        The bytes of an existing file are compared first: the flow may have written to its array in between.
 
         Raises:
             OSError: See `write_file`.
@@ -117,7 +112,7 @@ class Share:
 
 
 def _address_of(view: memoryview) -> int | None:
-    """Return the address of flat memory; `None`: NumPy, which is needed for it, is not in use."""
+    """Return the address of flat memory by NumPy; `None`: NumPy is not in use."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return None

@@ -1,7 +1,7 @@
 """Transport of exceptions: type, text, attributes, notes, cause and context arrive.
 
-The constructor of an exception's class is not called again: many take other arguments than they pass to
-`Exception`. `pickling` packs exceptions, and replaces an exception whose class cannot be sent.
+The constructor of an exception's class is not called again: many take other arguments than they pass to `Exception`.
+`pickling` packs exceptions, and replaces an exception whose class cannot be sent.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
 
     Args:
         error: Any exception.
-        find_problem: Finds values that cannot be pickled. They are left out, and a note names them. `None`: all
-            values are sent.
+        find_problem: Finds values to leave out, with a note, as they cannot be pickled; `None`: all values are sent.
         own_way: A class with a `__reduce__` of its own is pickled by it.
     """
     kind = type(error)
@@ -37,14 +36,11 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
         # Python's own class knows all parts: an `OSError` has more than its `args`.
         of_python: Any = _base(kind).__reduce__(error)
         _, initial, *rest = of_python
-        if find_problem is None:
-            made = _make, (kind, tuple(initial), arguments)
-        else:
-            shown = tuple(_shown(each, find_problem) for each in arguments)
-            made = _make, (kind, tuple(_shown(each, find_problem) for each in initial), shown)
-        attributes.update(
-            {k: v for k, v in (rest[0] if rest else {}).items() if k not in attributes}
-        )
+        if find_problem is not None:
+            arguments = tuple(_shown(each, find_problem) for each in arguments)
+            initial = tuple(_shown(each, find_problem) for each in initial)
+        made = _make, (kind, tuple(initial), arguments)
+        attributes = {**(rest[0] if rest else {}), **attributes}
     attributes.update(_slots(error))
     links: dict[str, Any] = {"cause": error.__cause__, "context": error.__context__}
     if find_problem is not None:
@@ -112,12 +108,12 @@ def _without_problems(
 def _make(
     kind: type[BaseException], initial: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> BaseException:
+    base = _base(kind)
     try:
         made = kind.__new__(kind, *initial)
     except TypeError:
         # The class's own `__new__` takes other arguments.
-        made = _base(kind).__new__(kind, *initial)
-    base = _base(kind)
+        made = base.__new__(kind, *initial)
     if base.__init__ is not BaseException.__init__:
         with contextlib.suppress(Exception):
             base.__init__(made, *initial)

@@ -1,12 +1,8 @@
 """Pickling of users' values.
 
-Importable functions and classes travel by reference, others by value (`by_value`). Locks and the like are made
-anew (`made_anew`), exceptions arrive whole (`exceptions`). Classes keep their identity, so `except MyError` and
-`isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's, pandas',
-storages of PyTorch) stay outside the stream (pickle protocol 5). Other values are refused with their type and
-path.
-
-`transport` sends packed values; the launcher and the child decide when.
+Classes keep their identity, so `except MyError` and `isinstance` hold in the flow. Values on a device travel as host
+copies. Large buffers (NumPy's, pandas', storages of PyTorch) stay outside the stream (pickle protocol 5). Values that
+cannot be pickled are refused with their type and path. `transport` sends packed values.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ _NOT_REDUCED = (type, types.FunctionType, types.ModuleType)
 #: Packs a stream, in pieces, and the buffers beside it, as `transport.pack` does.
 Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 
-#: Bytes from which a buffer is not copied into the stream. From this size on the pickler writes every
-#: object separately anyway (`FRAME_SIZE_TARGET`).
+#: Bytes from which a buffer is not copied into the stream: the pickler writes it separately (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
 #: Most parts of the path to a value that cannot be pickled.
@@ -78,7 +73,7 @@ class ValuePickler(ByValuePickler):
         output: Takes the stream and the buffers.
         reducers: Reducers of the frameworks in use.
         error_way: How exceptions are pickled.
-        problems: Known problems, of the pickler that tries a part with this one.
+        problems: Problems known to the pickler that tries a part with this one.
         options: Arguments of `ByValuePickler`.
     """
 
@@ -132,9 +127,8 @@ class ValuePickler(ByValuePickler):
 def load_call(data: PackedValue | ReceivedValue) -> Any:
     """Return the received call of a child.
 
-    Its classes that the child cannot import exist in the flow's process, so they return by their id alone. By
-    value they would replace all attributes of the flow's class: its class variables by the child's, its methods
-    by copies with other globals.
+    Its classes that the child cannot import return to the flow by their id alone. By value they would replace all
+    attributes of the flow's class: class variables by the child's, methods by copies with other globals.
 
     Raises:
         ResultError: The child cannot import a function or an argument.
@@ -147,7 +141,7 @@ def load_call(data: PackedValue | ReceivedValue) -> Any:
 
 
 def attribute(module: str, name: str) -> Apart:
-    """Return an attribute of a module of this process for a child that lacks it: by value, even if it is importable.
+    """Return an attribute of a module for a child that lacks it: by value, even if it is importable.
 
     Raises:
         AttributeError: This process has no such module, or the module no such attribute.
@@ -169,26 +163,12 @@ class Apart:
 
     @classmethod
     def of(cls, value: Any, what: str, name: str, lacking: frozenset[Key] = frozenset()) -> Apart:
-        """Pickle a value.
-
-        Args:
-            value: Anything.
-            what: See `dumps`.
-            name: See `dumps`.
-            lacking: See `ByValuePickler`.
-
-        Raises:
-            ResultError: See `dumps`.
-        """
+        """Pickle a value, or raise `ResultError`. See `check`."""
         output = check(value, what, name, lacking=lacking)
         return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
 
     def load(self) -> Any:
-        """Unpickle the value. Its classes of the parent count as received with the call.
-
-        Raises:
-            Exception: The value cannot be rebuilt here.
-        """
+        """Unpickle the value, or raise any error. Its classes of the parent count as received with the call."""
         with arrivals():
             return pickle.loads(self.stream, buffers=self.buffers)
 
@@ -204,14 +184,14 @@ def dumps(
 
     Args:
         value: Anything.
-        what: "return value", "exception", "argument" or "function", for the error.
+        what: "return value", "exception", "argument", "function" or "transaction", for the error.
         name: Name of the value in the error: "result".
         reducers: Reducers of the frameworks in use.
         pack: Packs the value.
 
     Raises:
-        ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
-            there is no memory for it.
+        ResultError: A part of the value cannot be pickled (the error names its type and the path to it), or there is no
+            memory for it.
     """
     refuse_shared(value, what, name)
     output = check(value, what, name, reducers)
@@ -224,16 +204,7 @@ def dumps(
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
-    """Refuse an argument or return value that is itself a lock or the like, since a new one would guard nothing.
-
-    Args:
-        value: See `dumps`.
-        what: See `dumps`.
-        name: See `dumps`.
-
-    Raises:
-        ResultError: The value is a lock or the like.
-    """
+    """Raise `ResultError` for an argument or return value that is itself a lock or the like: a new one guards nothing."""
     if made_anew.is_shared(value):
         kind = type(value).__name__.strip("_").capitalize()
         reason = (
@@ -251,7 +222,7 @@ def check(
     error_way: str = _WHOLE,
     lacking: frozenset[Key] = frozenset(),
 ) -> _Output:
-    """Pickle a value without packing it.
+    """Pickle a value without packing it. `value` to `reducers`, and errors: see `dumps`.
 
     Args:
         value: See `dumps`.
@@ -261,32 +232,32 @@ def check(
         depth: Depth of the search for the part that cannot be pickled.
         error_way: How exceptions are pickled.
         lacking: See `ByValuePickler`.
-
-    Raises:
-        ResultError: See `dumps`.
     """
     to_flow = what in _TO_FLOW
+
+    def pickled(with_hints: bool) -> _Output:
+        output = _Output()
+        ValuePickler(
+            output,
+            reducers,
+            error_way,
+            to_flow=to_flow,
+            by_name=what == "transaction",
+            lacking=lacking,
+            with_hints=with_hints,
+        ).dump(value)
+        return output
+
     try:
-        # Names in annotations are rarely needed, and may be the part that cannot be pickled.
-        for with_hints in (True, False):
-            output = _Output()
-            try:
-                ValuePickler(
-                    output,
-                    reducers,
-                    error_way,
-                    to_flow=to_flow,
-                    by_name=what == "transaction",
-                    lacking=lacking,
-                    with_hints=with_hints,
-                ).dump(value)
-                return output
-            except MemoryError:
+        try:
+            return pickled(with_hints=True)
+        except MemoryError:
+            raise
+        except Exception:
+            if to_flow:
                 raise
-            except Exception:
-                if to_flow or not with_hints:
-                    raise
-        raise AssertionError("the second try returns or raises")
+            # Names in annotations are rarely needed, and may be the part that cannot be pickled.
+            return pickled(with_hints=False)
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, short_text(error)) from error
     except Exception as error:
@@ -317,9 +288,8 @@ def _load(data: PackedValue | ReceivedValue) -> Any:
 def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
     """Pickle an exception so that it can be unpickled in any case.
 
-    Returns:
-        The packed exception. Attributes that cannot be pickled are left out and named in a note. If the class
-        cannot be pickled, or the exception cannot be shown, a `ResultError` with its type and text.
+    Attributes that cannot be pickled are left out and named in a note. If the class cannot be pickled, or the exception
+    cannot be shown, a `ResultError` with its type and text replaces the exception.
     """
     problem: Exception | None = None
     for way in (_WHOLE, _BY_PARTS, _TRIMMED):
@@ -341,7 +311,7 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
 
 
 def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
-    """Raise if an exception does not arrive as Prefect uses it: another type or text, or a text that cannot be read."""
+    """Raise if an exception arrives with another type or text, or cannot be used by Prefect."""
     try:
         again = _load(data)
         if type(again) is not type(error):

@@ -1,8 +1,7 @@
 """Registrations by module-level code of a script: Keras' travel, and errors of other libraries get a note.
 
 Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so the
-registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read;
-an error of such a library gets a note with remedies.
+registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read.
 """
 
 from __future__ import annotations
@@ -68,12 +67,7 @@ def _register(registered: Mapping[str, Key]) -> None:
 
 
 def add_note(error: BaseException, function: Any) -> None:
-    """Add a note to an error whose cause may be a registration by a script's module-level code.
-
-    Args:
-        error: Exception of a task's body.
-        function: The body.
-    """
+    """Add a note to an error of a task's body whose cause may be a registration by a script's module-level code."""
     try:
         fits = travels_by_value(function) and _UNREGISTERED.search(str(error)) is not None
     except Exception:  # a text of the user's that cannot be had

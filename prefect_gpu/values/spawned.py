@@ -1,14 +1,12 @@
 """Functions and classes that a body passes to processes of `multiprocessing`, and their results.
 
-Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or
-a script that was loaded by path does not run in it, so functions and classes of these travel by value, as from
-the flow's process to the task's (`by_value`). This holds for all users of the pickler of `multiprocessing`,
-with each start method: `Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers
-of a `DataLoader`.
+Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or a script
+that was loaded by path does not run in it, so their functions and classes travel by value (`by_value`). This holds for
+all users of the pickler of `multiprocessing`, with each start method: `Process`, `Pool`, `ProcessPoolExecutor`,
+`torch.multiprocessing.spawn` and the workers of a `DataLoader`.
 
-A receiving process treats them as if it had imported their module: functions, classes and variables that it already has
-under their names stay, and functions of one module share their global variables. So the functions of a `Pool` see the
-variables that its initializer sets.
+Functions, classes and variables that a receiving process has under their names stay, and functions of one module share
+their global variables. So the functions of a `Pool` see the variables that its initializer sets.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
     """Return the class or function that another process sent.
 
     Args:
-        key: `None`: it has no name of its own.
+        key: Its name; `None`: no name of its own.
         data: Output of `ByValuePickler`; `None`: it cannot be sent by value.
         problem: Reason why it cannot be sent.
 
@@ -115,7 +113,7 @@ def _key(obj: Any) -> Key | None:
 
 
 def _is_forked() -> bool:
-    """Return whether this process may be, or have, a fork of `multiprocessing`: both have the same functions and classes."""
+    """Return whether this process may be, or have, a fork of `multiprocessing`, with the same functions and classes."""
     if multiprocessing.parent_process() is not None:
         return True
     started = (getattr(each, "_popen", None) for each in multiprocessing.active_children())

@@ -1,15 +1,14 @@
 """Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
 
-In a process that received functions or classes by value, a stand-in has the name of their module and holds
-them, so that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in
-asks the flow's process once, and the object arrives by value. Module-level code of the script does not run
-here.
-
-The task's process sets the way to ask (`set_source`). `by_value` makes functions and classes.
+In a process that received functions or classes by value, a stand-in has the name of their module and holds them, so that
+`pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's process
+once, and the object arrives by value. Module-level code of the script does not run here. `by_value` makes functions and
+classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -50,9 +49,13 @@ def set_source(source: Source | None) -> None:
     """Set the function that asks the flow's process for names; `None`: ask no more.
 
     Args:
-        source: Called with the name of a module and of its attribute; raises `AttributeError` for an unknown name.
+        source: Called with a module and an attribute; raises `AttributeError` for an unknown name.
     """
     _asking.source = source
+
+
+def _absent(module: str, name: str) -> AttributeError:
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class StandIn(ModuleType):
@@ -64,7 +67,7 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             # Libraries look for these in each module; their absence is an answer.
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            raise _absent(self.__name__, name)
         return vars(self).setdefault(name, fetch(self.__name__, name))
 
 
@@ -79,7 +82,7 @@ def fetch(module: str, name: str) -> Any:
     key, source = (module, name), _asking.source
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
     if source is None or key in names or key in _asking.absent:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise _absent(module, name)
     names.add(key)
     try:
         return source(module, name)
@@ -91,33 +94,23 @@ def fetch(module: str, name: str) -> Any:
 
 
 def stand_in(name: str) -> ModuleType:
-    """Return the module of a name for functions that travel by value; make it if needed.
-
-    A module that this process can import is imported.
-    """
+    """Return the module of a name for functions that travel by value; import it, or make a stand-in, if needed."""
     found = sys.modules.get(name)
     if isinstance(found, StandIn):
         return found
     if name != "__main__":
         if found is not None:
             return found
-        try:
+        with contextlib.suppress(ImportError):
             __import__(name)
             return sys.modules[name]
-        except ImportError:
-            pass
     made = sys.modules[name] = StandIn(name)
     vars(made)["__builtins__"] = __builtins__
     return made
 
 
 def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global variables of functions of a module that travel by value.
-
-    Args:
-        name: Name of the module.
-        attributes: `__file__`, `__package__` and the like, which a stand-in does not have yet.
-    """
+    """Return the global variables of a module's functions that travel by value; a stand-in gets missing attributes."""
     module = stand_in(name)
     held = vars(module)
     if isinstance(module, StandIn):
@@ -164,20 +157,17 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
 
 def _has_submodule(package: str, name: str) -> bool:
     path = look_at(package, "__path__")
-    if path is None:
-        return False
-    return importlib.machinery.PathFinder.find_spec(f"{package}.{name}", path) is not None
+    find_spec = importlib.machinery.PathFinder.find_spec
+    return path is not None and find_spec(f"{package}.{name}", path) is not None
 
 
 def _ask_for_missing(name: str) -> None:
     module = sys.modules[name]
 
     def ask(attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        if _has_submodule(name, attribute):
-            # `from package import module` imports it.
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        # `from package import module` imports a submodule.
+        if attribute.startswith("__") or _has_submodule(name, attribute):
+            raise _absent(name, attribute)
         return vars(module).setdefault(attribute, fetch(name, attribute))
 
     # A module's own `__getattr__` takes precedence.

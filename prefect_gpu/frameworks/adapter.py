@@ -52,14 +52,15 @@ def child_environment(
     adapters: Iterable[FrameworkAdapter],
     inherited: Mapping[str, str],
 ) -> dict[str, str | None]:
-    """Return the variables of a child that differ from its inherited environment; `None`: remove the variable.
-
-    The variables of the devices are always included.
+    """Return the variables of a child that differ from its inherited environment, and those of the devices.
 
     Args:
         policy: Policy of the child's frameworks.
         adapters: The result of `registry.adapters_for(policy)`.
         inherited: Environment of the process that starts the child.
+
+    Returns:
+        Values to set, and `None` for variables to remove.
     """
     wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
     if policy.device_kind == "nvml":
@@ -308,7 +309,7 @@ class FrameworkAdapter:
         """Child: apply cap, growth and threads, just after the framework was imported.
 
         Raises:
-            FrameworkError: The framework finds no allotted device, or refuses the policy.
+            FrameworkError: The framework finds other devices than the allotted ones, or refuses the policy.
         """
         raise NotImplementedError
 
@@ -343,17 +344,10 @@ class FrameworkAdapter:
     def counters(self) -> Counters | None:
         """Child: read the allocator's counters; `None` before the framework used a device.
 
-        Must neither initialise the device nor reset a counter that user code may read.
+        A thread calls this method every few milliseconds. It must neither initialise the device nor reset a counter that
+        user code may read.
         """
         return None
-
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read the allocated bytes and the allocation retries (0: not counted), summed over the devices.
-
-        A thread calls this method every few milliseconds. `None` and the rules are as for `counters`.
-        """
-        counters = self.counters()
-        return None if counters is None else (counters.live_bytes, 0)
 
     def begin_trace(self) -> EndTrace | None:
         """Child: begin a trace over all devices, by the rules of `counters`; `None`: not possible now. Never raises."""
@@ -364,23 +358,16 @@ class FrameworkAdapter:
         return ""
 
     def write_snapshot(self, path: str) -> bool:
-        """Child: write the framework's own snapshot of its memory to a file, unless there is nothing to write.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Child: write the framework's own snapshot of its memory to a file, or raise `OSError`; `False`: no memory used."""
         return False
 
     def release_cached(self) -> None:
         """Child: return the allocator's cached memory to the driver, if the framework has used a device."""
 
     def release_unused(self) -> None:
-        """Child: as `release_cached`, unnoticed by the body, on a thread of its own in `cuda_driver.unbound_by_captures`.
+        """Child: as `release_cached`, unnoticed by the body: not during the capture of a CUDA graph. May raise anything.
 
-        Releases nothing during the capture of a CUDA graph.
-
-        Raises:
-            Exception: The framework refused; the rest of its memory stays.
+        Called on a thread of its own, inside `cuda_driver.unbound_by_captures`.
         """
 
     def reduce_to_host(self, value: Any) -> Any:
@@ -391,8 +378,7 @@ class FrameworkAdapter:
         """Child: use the device as real work would (products, convolutions, transforms).
 
         Returns:
-            Bytes that the framework's allocator then holds from the driver, on device 0. The rest of the process's
-            memory is the context.
+            Bytes that the allocator then holds from the driver, on device 0. The process's other memory is the context.
         """
         raise NotImplementedError
 
@@ -409,10 +395,7 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def imported(name: str, *attributes: str) -> Any:
-    """Return an imported module with these attributes, else `None`; import nothing.
-
-    A module may lack attributes while another thread imports it.
-    """
+    """Return an imported module, importing nothing; `None`: it lacks an attribute, as while another thread imports it."""
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
 

@@ -37,11 +37,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._failed: dict[str, Exception] = {}
 
     def install(self) -> None:
-        """Become the first finder of `sys.meta_path`; act now for modules that are imported already.
-
-        Raises:
-            Exception: An action has raised it.
-        """
+        """Become the first finder of `sys.meta_path`; act now for imported modules. Raises the errors of actions."""
         sys.meta_path.insert(0, self)
         for name in list(self._pending):
             module = sys.modules.get(name)
@@ -108,7 +104,7 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
         The finder, first on `sys.meta_path`. A caller may remove it from there.
 
     Raises:
-        FrameworkError: A framework that is imported already cannot carry out the policy.
+        FrameworkError: An imported framework cannot carry out the policy.
     """
     chosen = tuple(adapters)
     for adapter in chosen:
@@ -153,9 +149,9 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
 
 
 def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
-    """Sum the samples of the imported frameworks; `None`: no framework has used a device."""
-    found = [s for adapter in _in_use(adapters) if (s := adapter.sample()) is not None]
-    return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
+    """Return the allocated bytes and the allocation retries so far, as `collect_counters`."""
+    found = collect_counters(adapters)
+    return None if found is None else (found.live_bytes, found.alloc_retries or 0)
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:

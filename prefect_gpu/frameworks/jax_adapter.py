@@ -51,11 +51,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
         return variables
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: hold the cap, and if a tag names JAX, start it and check that it sees the devices.
-
-        Raises:
-            FrameworkError: JAX sees other devices than the allotted ones, and would use the CPU.
-        """
+        """Child: hold the cap, and if a tag names JAX, start it and check that it sees the devices, not the CPU."""
         if policy.cap_bytes(self.name) is not None:
             _hold_cap(os.environ, self.environment(policy))
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:

@@ -61,11 +61,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
     module = "onnxruntime"
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: store the policy for the options; if a tag names it, check for a CUDA provider.
-
-        Raises:
-            FrameworkError: There is no CUDA provider, and ONNX Runtime would silently use the CPU.
-        """
+        """Child: store the policy for the options; if a tag names it, check for a CUDA provider: else it uses the CPU."""
         global _applied
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:

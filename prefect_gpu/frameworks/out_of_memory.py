@@ -138,13 +138,7 @@ def find_out_of_memory(
 ) -> tuple[BaseException, str] | None:
     """Return an out-of-memory of a device in an error, its members and its causes, and its framework.
 
-    Args:
-        error: Exception of a body.
-        frameworks: Names of the frameworks whose errors count.
-        until: See `causes`.
-
-    Returns:
-        The framework is empty for a simulated device. `None`: no such error.
+    The framework is one of `frameworks`, or empty for a simulated device. For `until` see `causes`.
     """
     for cause in causes(error, until):
         try:

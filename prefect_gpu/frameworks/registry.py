@@ -10,6 +10,7 @@ import contextlib
 import dis
 import functools
 import glob
+import importlib.util
 import inspect
 import os
 import re
@@ -123,9 +124,6 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     """Return the imports of unpickling a function and calling it, by reading it: its own module first.
 
     A function inside another function travels by value. Its own module is imported only if it refers to more of it.
-
-    Args:
-        fn: See `detect_frameworks`.
 
     Returns:
         `package.module`, and `package:name,name` for `from package import name, name` inside functions, where a name
@@ -246,7 +244,7 @@ class _Walk:
     def _function(self, fn: FunctionType) -> Iterator[str]:
         if not is_users(fn.__module__):
             return
-        for code in _nested(fn.__code__):
+        for code in nested_code(fn.__code__):
             yield from _imports(code, fn.__globals__.get("__package__"), self._with_names)
             yield from self._all(
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
@@ -287,11 +285,12 @@ class _Walk:
             yield from self.modules(inner)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested_code(constant)
 
 
 def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[str]:
@@ -303,14 +302,12 @@ def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[
             continue
         # The compiler loads the level (of a relative import) and the names just before.
         level, names = (i.argval for i in instructions[index - 2 : index])
-        module = instruction.argval
-        if level:
-            parents = (package or "").split(".")
-            parents = parents[: len(parents) - level + 1]
-            module = ".".join([*parents, module] if module else parents)
-        if module:
-            wanted = (names or ()) if with_names else ()
-            yield f"{module}:{','.join(wanted)}" if wanted else module
+        try:
+            module = importlib.util.resolve_name("." * level + instruction.argval, package)
+        except ImportError:  # A relative import outside a package.
+            continue
+        wanted = (names or ()) if with_names else ()
+        yield f"{module}:{','.join(wanted)}" if wanted else module
 
 
 def _text(name: Any) -> str:

@@ -43,12 +43,7 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: configure devices and threads before TensorFlow's runtime starts.
-
-        Raises:
-            FrameworkError: TensorFlow sees other devices than the allotted ones, and would silently use the
-                CPU, or its runtime has started already.
-        """
+        """Child: configure devices and threads before TensorFlow's runtime starts; refuse a started runtime."""
         tf = import_module("tensorflow")
         try:
             _bound_threads(tf, policy.cpus)
@@ -83,11 +78,7 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
-        An error of a session travels without its operation.
-
-        Raises:
-            pickle.PicklingError: A Keras model in a child with a GPU: rebuilding it in the parent
-                would start TensorFlow there and take the GPU's memory.
+        An error of a session travels without its operation. `_reduce_keras` refuses Keras models.
         """
         tf = imported("tensorflow", "Tensor", "Variable", "config", "errors")
         if tf is None:
@@ -180,6 +171,7 @@ def _trace(function: Any, options: dict[str, Any]) -> Any:
 
 
 def _reduce_keras(tf: Any, value: Any) -> Any:
+    """Refuse a Keras model in a child with a GPU: rebuilding it would start TensorFlow in the parent."""
     keras = imported("keras", "Variable", "Model", "backend")
     if keras is None or keras.backend.backend() != "tensorflow":
         return NotImplemented

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import io
 import math
+import operator
 import os
 import re
 import sys
@@ -96,11 +97,7 @@ class TorchAdapter(FrameworkAdapter):
             environ[name] = ",".join([*options_without(option, environ.get(name, "")), option])
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: bound the threads now, and the memory as soon as CUDA starts. Only `allocation=all` starts CUDA here.
-
-        Raises:
-            FrameworkError: PyTorch sees other devices than the allotted ones, or refuses the policy.
-        """
+        """Child: bound the threads now, and the memory as soon as CUDA starts. Only `allocation=all` starts CUDA here."""
         torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
         if policy.device_kind != "nvml":
@@ -159,32 +156,21 @@ class TorchAdapter(FrameworkAdapter):
         cuda = _started_cuda()
         if cuda is None:
             return None
-        stats = [cuda.memory_stats(index) for index in range(cuda.device_count())]
+        # Without the flattening of `memory_stats`: a thread reads them every few milliseconds.
+        stats = [cuda.memory_stats_as_nested_dict(i) for i in range(cuda.device_count())]
 
-        def total(key: str) -> int:
-            return sum(int(device.get(key, 0)) for device in stats)
+        def total(kind: str, which: str) -> int:
+            return sum(int(device[kind]["all"][which]) for device in stats if device)
 
         return Counters(
-            live_bytes=total("allocated_bytes.all.current"),
-            reserved_bytes=total("reserved_bytes.all.current"),
-            peak_live_bytes=total("allocated_bytes.all.peak"),
-            peak_reserved_bytes=total("reserved_bytes.all.peak"),
-            alloc_retries=total("num_alloc_retries"),
+            live_bytes=total("allocated_bytes", "current"),
+            reserved_bytes=total("reserved_bytes", "current"),
+            peak_live_bytes=total("allocated_bytes", "peak"),
+            peak_reserved_bytes=total("reserved_bytes", "peak"),
+            alloc_retries=sum(int(device["num_alloc_retries"]) for device in stats if device),
             # The driver's own pool does not count freed bytes, and reports 0.
-            freed_bytes=total("reserved_bytes.all.freed") if _is_native(cuda) else None,
+            freed_bytes=total("reserved_bytes", "freed") if _is_native(cuda) else None,
         )
-
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read two of the counters, without the flattening that `memory_stats` does."""
-        cuda = _started_cuda()
-        if cuda is None:
-            return None
-        live_bytes = retries = 0
-        for index in range(cuda.device_count()):
-            stats = cuda.memory_stats_as_nested_dict(index)
-            live_bytes += stats["allocated_bytes"]["all"]["current"]
-            retries += stats["num_alloc_retries"]
-        return live_bytes, retries
 
     def begin_trace(self) -> EndTrace | None:
         """Child: record allocations of the caching allocator, unless a recording is running."""
@@ -298,12 +284,12 @@ def reduce_compiled(value: Any) -> Any:
             "fullgraph": bool(getattr(context, "fullgraph", False)),
             "dynamic": getattr(context, "_dynamic", None),
         }
-        return _compile, (original, options)
+        return _call, ("compile", (original,), options)
     if type(value).__module__ == "torch._ops":
         return _reduce_operator(value)
     if type(value).__name__.endswith("ScriptFunction"):
         original = getattr(value, "_torchdynamo_inline", None)
-        return NotImplemented if original is None else (_script, (original,))
+        return NotImplemented if original is None else (_call, ("jit.script", (original,), {}))
     if type(value).__name__ == "RecursiveScriptModule":
         buffer = io.BytesIO()
         import_module("torch").jit.save(value, buffer)
@@ -320,22 +306,15 @@ def _reduce_operator(value: Any) -> Any:
         "OpOverloadPacket": tuple(name.split("::")),
         "OpOverload": (*name.split("::"), getattr(value, "_overloadname", "")),
     }.get(type(value).__name__)
-    return NotImplemented if names is None else (_find_operator, names)
+    return NotImplemented if names is None else (_find, (".".join(["ops", *names]),))
 
 
-def _find_operator(*names: str) -> Any:
-    found = import_module("torch").ops
-    for name in names:
-        found = getattr(found, name)
-    return found
+def _find(path: str) -> Any:
+    return operator.attrgetter(path)(import_module("torch"))
 
 
-def _compile(function: Any, options: dict[str, Any]) -> Any:
-    return import_module("torch").compile(function, **options)
-
-
-def _script(function: Any) -> Any:
-    return import_module("torch").jit.script(function)
+def _call(path: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return _find(path)(*arguments, **options)
 
 
 def _load_scripted(data: bytes) -> Any:
@@ -438,10 +417,9 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
         try:
             block = torch.empty(max(size, 1), dtype=torch.uint8, device=f"cuda:{index}")
         except RuntimeError as error:
-            problem = (
-                f"gpu:allocation=all could not take {size} bytes of device {index} at the start"
-            )
-            raise FrameworkError("torch", f"{problem}: {error}") from error
+            taken = f"{size} bytes of device {index} at the start"
+            problem = f"gpu:allocation=all could not take {taken}: {error}"
+            raise FrameworkError("torch", problem) from error
         # Back into the cache, not to the driver.
         del block
 

@@ -46,12 +46,9 @@ class ArgumentFiles:
             share.entries.clear()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
-        """Return a file with the bytes of `parts`: another share's, or a new file.
+        """Return a file with the bytes of `parts`, another share's or a new one, or raise `OSError`.
 
         The bytes of an existing file are compared first: the flow may have written to its array in between.
-
-        Raises:
-            OSError: See `write_file`.
         """
         addresses = [_address_of(part) for part in parts]
         if None in addresses:

@@ -27,7 +27,7 @@ from cloudpickle import cloudpickle as internals
 
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
-from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
 from prefect_gpu.values import made_anew
 from prefect_gpu.values.importable import (
@@ -75,13 +75,6 @@ def arrivals() -> Iterator[None]:
     finally:
         _arriving.classes = outer
     _from_flow.update(arrived)
-
-
-class _Nowhere:
-    """Takes the output of a trial."""
-
-    def write(self, data: bytes) -> None:
-        """Drop the data."""
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
@@ -227,7 +220,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return value
         try:
             # Nothing is kept or copied, since the value may be large.
-            trial = ByValuePickler(_Nowhere(), with_hints=False, buffer_callback=lambda _: None)
+            nowhere = types.SimpleNamespace(write=lambda data: None)
+            trial = ByValuePickler(nowhere, with_hints=False, buffer_callback=lambda _: None)
             trial.dump(value)
         except Exception:  # pickling may raise anything
             return made_anew.Referenced(name)
@@ -288,14 +282,6 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: list(v) if name == "__path__" else v for name in names if (v := variables.get(name))
     }
-
-
-def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of the functions inside."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from nested_code(constant)
 
 
 def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:

@@ -149,12 +149,7 @@ def find_in_module(module: str, name: str) -> Any:
 
 
 def resolve(module: str, name: str, steps: tuple[str, ...] = ()) -> Any:
-    """Return the object of a `Reference`; import its module.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        AttributeError: The module has no such object.
-    """
+    """Return the object of a `Reference`, or raise `ImportError` or `AttributeError`."""
     if module not in sys.modules:
         importlib.import_module(module)
     found = find_in_module(module, name)

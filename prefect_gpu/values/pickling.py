@@ -125,13 +125,10 @@ class ValuePickler(ByValuePickler):
 
 
 def load_call(data: PackedValue | ReceivedValue) -> Any:
-    """Return the received call of a child.
+    """Return the received call of a child, or raise `ResultError`: the child cannot import a part of it.
 
     Its classes that the child cannot import return to the flow by their id alone. By value they would replace all
     attributes of the flow's class: class variables by the child's, methods by copies with other globals.
-
-    Raises:
-        ResultError: The child cannot import a function or an argument.
     """
     try:
         with arrivals():
@@ -143,9 +140,7 @@ def load_call(data: PackedValue | ReceivedValue) -> Any:
 def attribute(module: str, name: str) -> Apart:
     """Return an attribute of a module for a child that lacks it: by value, even if it is importable.
 
-    Raises:
-        AttributeError: This process has no such module, or the module no such attribute.
-        ResultError: The attribute cannot be pickled.
+    Raises `AttributeError` if there is no such attribute, and `ResultError` if it cannot be pickled.
     """
     value = find_in_module(module, name)
     if value is None and name not in (look_at(module, "__dict__") or {}):
@@ -198,18 +193,15 @@ def dumps(
     try:
         return pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
-        size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
-        reason = f"{format_bytes(size_bytes)}: {short_text(error)}"
-        raise ResultError(what, name, NO_ROOM, reason) from error
+        size = format_bytes(sum(part.nbytes for part in (*output.stream, *output.buffers)))
+        raise ResultError(what, name, NO_ROOM, f"{size}: {short_text(error)}") from error
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
     """Raise `ResultError` for an argument or return value that is itself a lock or the like: a new one guards nothing."""
     if made_anew.is_shared(value):
-        kind = type(value).__name__.strip("_").capitalize()
-        reason = (
-            f"it works between the threads of one process; use multiprocessing.Manager().{kind}()"
-        )
+        use = f"multiprocessing.Manager().{type(value).__name__.strip('_').capitalize()}()"
+        reason = f"it works between the threads of one process; use {use}"
         raise ResultError(what, name, _type_name(value), reason)
 
 
@@ -222,10 +214,10 @@ def check(
     error_way: str = _WHOLE,
     lacking: frozenset[Key] = frozenset(),
 ) -> _Output:
-    """Pickle a value without packing it. `value` to `reducers`, and errors: see `dumps`.
+    """Pickle a value without packing it. See `dumps` for the first four arguments and the errors.
 
     Args:
-        value: See `dumps`.
+        value: Anything.
         what: See `dumps`.
         name: See `dumps`.
         reducers: See `dumps`.
@@ -268,11 +260,7 @@ def check(
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
-    """Unpickle a value from the other process in place, over the received buffers.
-
-    Raises:
-        ResultError: The value cannot be rebuilt here.
-    """
+    """Unpickle a value from the other process over the received buffers, or raise `ResultError`."""
     try:
         return _load(data)
     except Exception as error:

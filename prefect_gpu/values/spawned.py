@@ -29,6 +29,7 @@ from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.values.by_value import ByValuePickler, Key, find
 from prefect_gpu.values.importable import travels_by_value
+from prefect_gpu.values.made_anew import own_name
 
 #: Pickled functions and classes that were sent or received.
 _sent: dict[Key, bytes] = {}
@@ -56,11 +57,8 @@ def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
 
     Args:
         key: Its name; `None`: no name of its own.
-        data: Output of `ByValuePickler`; `None`: it cannot be sent by value.
-        problem: Reason why it cannot be sent.
-
-    Raises:
-        pickle.UnpicklingError: It cannot be sent by value, and this process does not have it.
+        data: Output of `ByValuePickler`; `None`: this process must have it.
+        problem: Reason why it cannot be sent by value.
     """
     # This process may send such a class back.
     install()
@@ -83,7 +81,8 @@ def _release_in_fork(owner: type) -> None:
 def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
     if not isinstance(obj, (type, FunctionType)) or not travels_by_value(obj):
         return NotImplemented
-    key = _key(obj)
+    # `None`: its module does not have it under its name.
+    key = own_name(obj)
     # A process that starts gets global variables as they are now. One that runs has them.
     data = None if key is None or get_spawning_popen() is not None else _sent.get(key)
     if data is None:
@@ -104,12 +103,6 @@ def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
         if key is not None:
             _sent[key] = data
     return load, (key, data)
-
-
-def _key(obj: Any) -> Key | None:
-    """Return the key of a function or class; `None`: its module does not have it under its name."""
-    key = obj.__module__, obj.__qualname__
-    return key if find(key) is obj else None
 
 
 def _is_forked() -> bool:

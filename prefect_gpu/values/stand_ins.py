@@ -30,26 +30,22 @@ class _Asking:
     """The state of asking for names. Any thread may read a stand-in."""
 
     def __init__(self) -> None:
+        #: `None`: this process cannot ask, as in a fork, which has no channel.
         self.source: Source | None = None
         #: Names that the flow's process does not have, with their modules.
         self.absent: set[tuple[str, str]] = set()
         #: `names`: the names that a thread is asking for, since an arriving object may need itself.
         self.by_thread = threading.local()
-        PROCESS_RESOURCES.after_fork(self, _Asking._renew)
-
-    def _renew(self) -> None:
-        # A fork has no channel to ask by.
-        self.source = None
 
 
 _asking = _Asking()
+PROCESS_RESOURCES.after_fork(_asking, lambda asking: setattr(asking, "source", None))
 
 
 def set_source(source: Source | None) -> None:
-    """Set the function that asks the flow's process for names; `None`: ask no more.
+    """Set the function that asks the flow's process for an attribute of a module; `None`: ask no more.
 
-    Args:
-        source: Called with a module and an attribute; raises `AttributeError` for an unknown name.
+    It raises `AttributeError` for an unknown name.
     """
     _asking.source = source
 
@@ -72,20 +68,17 @@ class StandIn(ModuleType):
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, by value. A missing name is asked for once.
+    """Return an attribute of a module of the flow's process, or raise `AttributeError`. A missing name is asked for once.
 
     No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
-
-    Raises:
-        AttributeError: The attribute does not exist or cannot be sent, or this process cannot ask.
     """
-    key, source = (module, name), _asking.source
+    key = (module, name)
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
-    if source is None or key in names or key in _asking.absent:
+    if _asking.source is None or key in names or key in _asking.absent:
         raise _absent(module, name)
     names.add(key)
     try:
-        return source(module, name)
+        return _asking.source(module, name)
     except AttributeError:
         _asking.absent.add(key)
         raise
@@ -145,8 +138,8 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
     """Give this process a stand-in for the flow's `__main__`, and make modules ask for missing names.
 
     Args:
-        private: Names of modules of the flow's process that no fresh interpreter can import.
-        users: Names of the user's other modules there: a script may have added to them.
+        private: Modules of the flow's process that no fresh interpreter can import.
+        users: The user's other modules there: a script may have added to them.
     """
     stand_in("__main__")
     names = frozenset(private)

@@ -116,8 +116,7 @@ def write_file(parts: Sequence[memoryview], alignment: int = _ALIGNMENT) -> Memo
     """Write flat parts to a new memory file, laid out by `lay_out`, and seal it.
 
     Raises:
-        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it
-            (`ENOMEM`, `ENOSPC`).
+        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it (`ENOMEM`, `ENOSPC`).
     """
     offsets, end = lay_out([part.nbytes for part in parts], alignment)
     file = MemoryFile(os.memfd_create("prefect-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -413,11 +412,7 @@ def _pack(
 
 
 def unpack(frame: Frame) -> ReceivedValue:
-    """Find a value's parts in its frame and its files. Files are mapped, and open as long as the returned value exists.
-
-    Raises:
-        ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
-    """
+    """Find a value's parts in its frame and its mapped files, or raise `ProtocolError`: they do not fit."""
     # The frame is last, at index -1.
     memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []

@@ -3,7 +3,15 @@
 from typing import Any
 
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.units import GIB
+
+#: Two devices, with budgets of 8 and 4 GiB.
+TWO: dict[str, Any] = {
+    "device_uuids": ("GPU-a", "GPU-b"),
+    "total_bytes": (80 * GIB,) * 2,
+    "budget_bytes": (8 * GIB, 4 * GIB),
+}
 
 
 def policy(**changes: Any) -> FrameworkPolicy:
@@ -17,3 +25,8 @@ def policy(**changes: Any) -> FrameworkPolicy:
             **changes,
         }
     )
+
+
+def apply(framework: str, **changes: Any) -> None:
+    """Apply a policy to a framework."""
+    ADAPTERS[framework].apply(policy(**changes))

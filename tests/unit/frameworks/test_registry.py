@@ -48,27 +48,29 @@ def test_finds_torch_through(source):
     assert detect_frameworks(user_module(source).f) == ("torch",)
 
 
-def test_finds_a_referenced_module_and_its_objects():
-    tensor = type("Tensor", (), {"__module__": "torch._tensor"})()
-    assert detect_frameworks(user_module("def f(): return T", T=fake("torch.nn")).f) == ("torch",)
-    assert detect_frameworks(user_module("def f(): return w", w=tensor).f) == ("torch",)
+TENSOR = type("Tensor", (), {"__module__": "torch._tensor"})()
+BASE = type("Module", (), {"__module__": "torch.nn.modules.module"})
 
 
-def test_finds_the_base_of_a_users_class():
-    base = type("Module", (), {"__module__": "torch.nn.modules.module"})
-    module = user_module("class Net(Base): pass\ndef f(): return Net()", Base=base)
-    assert detect_frameworks(module.f) == ("torch",)
-
-
-def test_finds_a_closures_value():
-    module = user_module("def make(m):\n def f(): return m\n return f")
-    assert detect_frameworks(module.make(fake("cupy"))) == ("cupy",)
-
-
-def test_a_modules_own_imports_count_since_the_child_imports_it_whole():
-    assert detect_frameworks(user_module("def f(): pass", tf=fake("tensorflow")).f) == (
-        "tensorflow",
-    )
+@pytest.mark.parametrize(
+    ("source", "given", "found"),
+    [
+        ("def f(): return T", {"T": fake("torch.nn")}, "torch"),
+        ("def f(): return w", {"w": TENSOR}, "torch"),
+        ("class Net(Base): pass\ndef f(): return Net()", {"Base": BASE}, "torch"),
+        ("def make(m):\n def f(): return m\n return f\nf = make(M)", {"M": fake("cupy")}, "cupy"),
+        ("def f(): pass", {"tf": fake("tensorflow")}, "tensorflow"),
+    ],
+    ids=[
+        "a module",
+        "an object of it",
+        "the base of a user's class",
+        "a closure's value",
+        "a module's own imports, since the child imports it whole",
+    ],
+)
+def test_finds_what_a_function_refers_to(source, given, found):
+    assert detect_frameworks(user_module(source, **given).f) == (found,)
 
 
 def test_in_main_only_what_is_referred_to_travels():
@@ -174,13 +176,6 @@ def test_needed_modules_of_relative_imports():
     }
 
 
-def test_needed_modules_of_a_prefect_task_s_function():
-    module = user_module("def f():\n import torch")
-    task = type("Task", (), {"__module__": "prefect.tasks"})()
-    task.fn = module.f
-    assert "torch" in registry.needed_modules(task)
-
-
 # Whose a module is.
 
 
@@ -259,12 +254,8 @@ def test_a_module_that_is_imported_lazily_stays_so(
     registry.is_users.cache_clear()
     assert registry.is_users(name)
     assert look_at(name, "__file__") == str(path)
-    assert look_at(name, "LOADED") is None
+    assert look_at(name, "LOADED") is look_at("test_not_there", "__file__") is None
     assert module.LOADED
-
-
-def test_of_no_module_nothing_is_known() -> None:
-    assert look_at("test_not_there", "__file__") is None
 
 
 def test_reading_a_class_does_not_load_a_lazily_loaded_module_that_it_holds():

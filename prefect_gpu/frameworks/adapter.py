@@ -52,15 +52,9 @@ def child_environment(
     adapters: Iterable[FrameworkAdapter],
     inherited: Mapping[str, str],
 ) -> dict[str, str | None]:
-    """Return the variables of a child that differ from its inherited environment, and those of the devices.
+    """Return the variables of a child that differ from its inherited environment; `None`: remove the variable.
 
-    Args:
-        policy: Policy of the child's frameworks.
-        adapters: The result of `registry.adapters_for(policy)`.
-        inherited: Environment of the process that starts the child.
-
-    Returns:
-        Values to set, and `None` for variables to remove.
+    The variables of the devices are always included. `adapters` is the result of `registry.adapters_for(policy)`.
     """
     wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
     if policy.device_kind == "nvml":
@@ -281,7 +275,7 @@ class CaptureWatch:
 
 
 class FrameworkAdapter:
-    """One framework. Stateless; methods marked *Child* run in the child process only.
+    """One framework, without state; methods marked *Child* run in the child process only.
 
     The defaults suit a framework that has no environment variables and no counters.
     """
@@ -330,22 +324,19 @@ class FrameworkAdapter:
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return whether a variable belongs to this framework and may change after the import. Pure.
 
-        Args:
-            name: Any variable.
-            before: Value at the import; `None`: not set.
-            after: Value when the framework first uses a device.
+        `before` is its value at the import, `after` when the framework first uses a device; `None`: not set.
         """
         return name in self.late_variables
 
     def has_started(self) -> bool:
-        """Child: return whether the framework uses devices, so that a policy comes too late. Must not start anything."""
+        """Child: return whether the framework uses devices: a policy comes too late. Must not start anything."""
         return False
 
     def counters(self) -> Counters | None:
         """Child: read the allocator's counters; `None` before the framework used a device.
 
-        A thread calls this method every few milliseconds. It must neither initialise the device nor reset a counter that
-        user code may read.
+        A thread calls this method every few milliseconds. It must neither initialise the device nor reset a counter
+        that user code may read.
         """
         return None
 
@@ -358,16 +349,16 @@ class FrameworkAdapter:
         return ""
 
     def write_snapshot(self, path: str) -> bool:
-        """Child: write the framework's own snapshot of its memory to a file, or raise `OSError`; `False`: no memory used."""
+        """Child: write the framework's own snapshot of its memory, or raise `OSError`; `False`: no memory used."""
         return False
 
     def release_cached(self) -> None:
         """Child: return the allocator's cached memory to the driver, if the framework has used a device."""
 
     def release_unused(self) -> None:
-        """Child: as `release_cached`, unnoticed by the body: not during the capture of a CUDA graph. May raise anything.
+        """Child: as `release_cached`, but not during the capture of a CUDA graph. May raise any error.
 
-        Called on a thread of its own, inside `cuda_driver.unbound_by_captures`.
+        Called unnoticed by the body, on a thread of its own, inside `cuda_driver.unbound_by_captures`.
         """
 
     def reduce_to_host(self, value: Any) -> Any:
@@ -395,7 +386,7 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def imported(name: str, *attributes: str) -> Any:
-    """Return an imported module, importing nothing; `None`: it lacks an attribute, as while another thread imports it."""
+    """Return an imported module; `None`: it lacks an attribute, as while another thread imports it."""
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
 

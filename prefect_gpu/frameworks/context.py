@@ -52,12 +52,9 @@ def with_collectives(context_bytes: int, budget_bytes: int) -> int:
 
 
 class ContextStore:
-    """Measured contexts in one JSON file, shared by the user's processes.
+    """Measured contexts in one JSON file, shared by the user's processes; by default in the user's cache folder.
 
     A file that cannot be read counts as empty. If it cannot be written, figures last as long as this object.
-
-    Args:
-        path: The file; `None`: `prefect_gpu/contexts.json` in the user's cache folder.
     """
 
     def __init__(self, path: Path | None = None) -> None:

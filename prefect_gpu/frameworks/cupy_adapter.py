@@ -108,9 +108,8 @@ def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
                 # Freed at once: it stays in the pool.
                 cupy.cuda.alloc(size // 512 * 512)
             except MemoryError as error:
-                raise FrameworkError(
-                    "cupy", f"gpu:allocation=all could not take {size} bytes: {error}"
-                ) from error
+                problem = f"gpu:allocation=all could not take {size} bytes: {error}"
+                raise FrameworkError("cupy", problem) from error
 
 
 def _release(cupy: Any) -> None:  # needs a GPU

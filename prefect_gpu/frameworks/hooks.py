@@ -22,14 +22,11 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that calls an action right after a module's first import.
+    """A finder that calls an action right after a module's first import, in the order of installation.
 
     It replaces `exec_module` of the loader that another finder returns, so that resources, sources and submodules are
     found as usual. Python's lock on each module makes "first import" exact when several threads import at once: the
     other threads wait until the action has ended.
-
-    Args:
-        actions: Actions by the name of the module. The finder that was installed first acts first.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
@@ -96,12 +93,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
-    """Apply each adapter now if its framework is imported, else right after its first import.
+    """Apply each adapter now if its framework is imported, else right after its first import; return the finder.
 
-    Caps of processes that a body starts are applied at once.
-
-    Returns:
-        The finder, first on `sys.meta_path`. A caller may remove it from there.
+    Caps of processes that a body starts are applied at once. A caller may remove the finder from `sys.meta_path`.
 
     Raises:
         FrameworkError: An imported framework cannot carry out the policy.
@@ -161,11 +155,8 @@ def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
 
 
 def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
-    return [
-        adapter
-        for adapter in adapters
-        if adapter.module in sys.modules and not _is_lazy(sys.modules.get(adapter.module))
-    ]
+    loaded = sys.modules
+    return [a for a in adapters if a.module in loaded and not _is_lazy(loaded.get(a.module))]
 
 
 def _is_lazy(module: ModuleType | None) -> bool:

@@ -45,8 +45,8 @@ def memory_snapshot(path: str | os.PathLike[str]) -> bool:
     """Write PyTorch's memory snapshot to a file, to be opened at https://pytorch.org/memory_viz.
 
     The file has each segment and block of PyTorch's allocator on all devices of the process. If PyTorch records its
-    allocations, the file also has their history with stacks: call `torch.cuda.memory._record_memory_history()` first, or
-    use `GPUTaskRunner(memory_snapshots=...)`, which also writes a snapshot when a body fails with an out-of-memory.
+    allocations, the file also has their history with stacks: call `torch.cuda.memory._record_memory_history()` first,
+    or use `GPUTaskRunner(memory_snapshots=...)`, which also writes a snapshot when a body fails with an out-of-memory.
 
     Args:
         path: The file. An existing file is replaced.

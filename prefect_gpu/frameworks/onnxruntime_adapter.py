@@ -2,8 +2,8 @@
 
 Each session has an arena of its own, limited by an option of its CUDA provider. There is no environment variable and
 no call for the whole process, so a task passes the result of `onnxruntime_provider_options` to each session. Each of
-these sessions has the whole limit, other sessions have none. `OMP_NUM_THREADS` at most bounds the threads. Arenas cannot
-be read from Python: there are no counters, and reports have the driver's figures.
+these sessions has the whole limit, other sessions have none. `OMP_NUM_THREADS` at most bounds the threads. Arenas
+cannot be read from Python: there are no counters, and reports have the driver's figures.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
     module = "onnxruntime"
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: store the policy for the options; if a tag names it, check for a CUDA provider: else it uses the CPU."""
+        """Child: store the policy for the options; if a tag names ONNX Runtime, check for a CUDA provider."""
         global _applied
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
@@ -96,9 +96,9 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
         providers = [("CUDAExecutionProvider", options)]
         session = onnxruntime.InferenceSession(path, providers=providers)
 
-    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by the requested size, not by
-    powers of two as by default. ONNX Runtime cannot take an arena at its start, so `gpu:allocation=all` is a limit here.
-    There is no limit with `growth`, on devices that are not GPUs, and outside a GPU task.
+    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by the requested size, not
+    by powers of two as by default. ONNX Runtime cannot take an arena at its start, so `gpu:allocation=all` is a limit
+    here. There is no limit with `growth`, on devices that are not GPUs, and outside a GPU task.
 
     Args:
         device: Which of the task's devices, from 0.

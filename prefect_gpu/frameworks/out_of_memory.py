@@ -51,13 +51,13 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     ),
 }
 
-#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses. The function
-#: catches an out-of-memory for each size down to one, and raises this error without a cause. It also catches cuDNN's "not
-#: supported" and shortage of host memory, so the error counts only if the allocator was refused memory.
+#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses. The
+#: function catches an out-of-memory for each size down to one, and raises this error without a cause. It also catches
+#: cuDNN's "not supported" and shortage of host memory, so the error counts only if the allocator was refused memory.
 NO_BATCH_SIZE: Final = "no executable batch size found"
 
-#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in this order:
-#: messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
+#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in this
+#: order: messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "onnxruntime": (
         ("bfc_arena",),

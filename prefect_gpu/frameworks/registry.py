@@ -40,8 +40,8 @@ ADAPTERS: Mapping[str, FrameworkAdapter] = {
 }
 
 #: Frameworks whose memory samples every few milliseconds can follow: they allocate and free in step with the host's
-#: code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples miss most
-#: of it (seen on an H200).
+#: code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples miss
+#: most of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
 #: Frameworks without a peak counter: the largest sample is used.
@@ -75,8 +75,8 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
 
-#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of `functools.wraps`,
-#: of static and class methods.
+#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of
+#: `functools.wraps`, of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
 
 #: Most decorators above one function.
@@ -129,13 +129,16 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
         `package.module`, and `package:name,name` for `from package import name, name` inside functions, where a name
         may be a module. They need not be importable.
     """
-    inner = _innermost(fn)
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
     own = _text(getattr(inner, "__module__", None))
     reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
-    if isinstance(inner, FunctionType) and own in sys.modules and not _is_in_its_module(inner):
-        # Once for the function itself.
-        reached.remove(own)
-        own = ""
+    if isinstance(inner, FunctionType) and own in sys.modules:
+        if find_steps(find_in_namespace(own, inner.__qualname__), inner) is None:
+            # Once for the function itself.
+            reached.remove(own)
+            own = ""
     return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
 
 
@@ -163,11 +166,6 @@ def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[s
     return None
 
 
-def _is_in_its_module(fn: FunctionType) -> bool:
-    found = find_in_namespace(_text(fn.__module__), fn.__qualname__)
-    return found is not None and find_steps(found, fn) is not None
-
-
 def uses_prefect(fn: Any) -> bool:
     """Return whether a task's function, or code that it refers to, is known to import Prefect.
 
@@ -177,7 +175,7 @@ def uses_prefect(fn: Any) -> bool:
 
 
 def brings_prefect(entry: str) -> bool:
-    """Return whether an element of `needed_modules` is Prefect, or a user's loaded module that has something of Prefect."""
+    """Return whether an element of `needed_modules` is Prefect, or a user's loaded module with objects of Prefect."""
     module = entry.partition(":")[0]
     if module.partition(".")[0] == "prefect":
         return True
@@ -196,12 +194,6 @@ def _home(value: Any) -> Any:
     if isinstance(value, (FunctionType, type)):
         return value.__module__
     return type(value).__module__
-
-
-def _innermost(fn: Any) -> Any:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
 
 
 _METHODS = (FunctionType, staticmethod, classmethod, property)
@@ -275,12 +267,8 @@ class _Walk:
 
     def _instance(self, value: Any) -> Iterator[str]:
         yield from self._class(type(value))
-        try:
-            fields = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            return
         # A Prefect task holds its function as `fn`.
-        inner = fields.get("fn")
+        inner = inspect.getattr_static(value, "fn", None)
         if isinstance(inner, (FunctionType, MethodType, functools.partial)):
             yield from self.modules(inner)
 

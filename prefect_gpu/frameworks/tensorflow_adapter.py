@@ -6,8 +6,8 @@ program asks for growth: `allocation=limit` and `allocation=all` differ only in 
 A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each TensorFlow 1
 session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available` calls. All pass the
 options to functions of TensorFlow's C interface, which `hold_caps` replaces. TensorFlow keeps one allocator for each
-logical device for the life of the process: the first to open a device fixes its size and its growth. C++ code that opens
-a device by itself, before any of these, is not covered.
+logical device for the life of the process: the first to open a device fixes its size and its growth. C++ code that
+opens a device by itself, before any of these, is not covered.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ _UNLIMITED = (
 
 
 class TensorFlowAdapter(adapter.FrameworkAdapter):
-    """TensorFlow on CUDA devices; on the host only its threads are set.
-
-    `release_cached` does nothing: TensorFlow keeps its regions until the process ends.
-    """
+    """TensorFlow on CUDA devices; on the host only its threads are set. It keeps its regions until the process ends."""
 
     name = "tensorflow"
     module = "tensorflow"

@@ -97,7 +97,7 @@ class TorchAdapter(FrameworkAdapter):
             environ[name] = ",".join([*options_without(option, environ.get(name, "")), option])
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: bound the threads now, and the memory as soon as CUDA starts. Only `allocation=all` starts CUDA here."""
+        """Child: bound the threads now, and the memory when CUDA starts. Only `allocation=all` starts CUDA here."""
         torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
         if policy.device_kind != "nvml":
@@ -216,9 +216,9 @@ class TorchAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: copy a CUDA storage to the host; reduce bare and large storages better than pickle.
 
-        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only storages keeps their
-        class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it is pickled
-        (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps shared memory shared.
+        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only storages keeps
+        their class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it is
+        pickled (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps shared memory shared.
         """
         # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it cannot be unpickled
         # (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
@@ -336,7 +336,7 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: return a storage in host memory over `data`, bytes or a NumPy array of them."""
+    """Parent: return a storage in host memory over bytes or a NumPy array of bytes."""
     # `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     torch = import_module("torch")
     if len(data) == 0:
@@ -442,54 +442,42 @@ _records_history = False
 
 
 def record_history(torch: Any) -> None:
-    """Start to record allocations with Python stacks; CUDA must have started.
-
-    Never raises: the driver's own pool cannot record, and a body runs without a record.
-    """
+    """Start to record allocations with Python stacks, once CUDA has started. Never raises: a body can run without."""
     global _records_history
     try:
         torch.cuda.memory._record_memory_history(
             enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS
         )
         _records_history = True
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the driver's own pool cannot record
         sys.stderr.write(f"prefect_gpu: PyTorch does not record for snapshots: {error!r}\n")
 
 
 def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: int = 0) -> int:
-    """Return the peak of allocated bytes on one device.
+    """Return the peak of allocated bytes on one device, from the events of its trace, oldest first.
 
-    The events are followed back from the end, where the number of allocated bytes is known. Counters fall when a block
-    is freed, not when the device has finished with it, so "free_requested" counts. A block from the cache may be larger
-    than requested, by less than 1 MiB, which no event shows.
-
-    Args:
-        live_bytes: Allocated now.
-        events: The device's trace, oldest first, with "action", "size" and, if `since_us` is given, "time_us".
-        since_us: Older events do not count, in microseconds since the epoch.
+    The events are followed back from the end, where `live_bytes` are allocated. Counters fall when a block is freed,
+    not when the device has finished with it, so "free_requested" counts. A block from the cache may be larger than
+    requested, by less than 1 MiB, which no event shows. Events before `since_us`, in microseconds since the epoch, do
+    not count.
     """
     peak = now = live_bytes
     for event in reversed(events):
         if since_us and event["time_us"] < since_us:
             break
-        action = event["action"]
-        if action == "alloc":
-            now -= _block_bytes(event["size"])
-        elif action == "free_requested":
-            now += _block_bytes(event["size"])
-        peak = max(peak, now)
+        sign = {"alloc": -1, "free_requested": 1}.get(event["action"])
+        if sign is not None:
+            now += sign * -(-event["size"] // BLOCK_BYTES) * BLOCK_BYTES
+            peak = max(peak, now)
     return peak
 
 
 def begin_trace(torch: Any) -> EndTrace | None:
-    """Begin to record allocations; CUDA must have started.
+    """Begin to record allocations, once CUDA has started; `None`: the body or this allocator prevents it.
 
     Samples miss memory that is freed within a few milliseconds. The allocator's own peak covers the whole life of the
     process, and only the body may reset it. The allocator's trace has every event and resets nothing. If PyTorch
     records for a snapshot, the trace is the newest part of that record.
-
-    Returns:
-        `None`: the body's own recording is running, or this allocator cannot record.
     """
     trace = None
     try:
@@ -508,9 +496,7 @@ def begin_trace(torch: Any) -> EndTrace | None:
 class TorchTrace:
     """A running trace. It never switches off a recording of the body.
 
-    Args:
-        torch: The module.
-        shared: The allocator already records for a snapshot, and continues afterwards.
+    `shared`: the allocator already records for a snapshot, and continues afterwards.
     """
 
     def __init__(self, torch: Any, shared: bool) -> None:
@@ -538,15 +524,14 @@ class TorchTrace:
                 setattr(self._core, name, stand_in)
 
     def end(self) -> int | None:
-        """Stop, and return the peak of allocated bytes. Never raises.
+        """Stop, and return the sum of the devices' peaks of allocated bytes. Never raises.
 
-        Returns:
-            The sum over the devices. Their peaks need not coincide, so the sum may be too large, never too small.
-            `None`: too many events, a recording of the body, or other rounding of blocks (`roundup_power2_divisions`).
+        The peaks need not coincide, so the sum may be too large, never too small. `None`: too many events, a recording
+        of the body, or other rounding of blocks (`roundup_power2_divisions`).
         """
         try:
             return self._peak_bytes() if self._is_ours() else None
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - a trace must not fail the body
             return None
         finally:
             # Last, since stopping empties the trace.
@@ -597,7 +582,3 @@ class TorchTrace:
         if self._since_us:
             return not events or bool(events[0]["time_us"] < self._since_us)
         return len(events) < MAX_EVENTS
-
-
-def _block_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

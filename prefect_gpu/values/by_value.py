@@ -1,9 +1,10 @@
 """Functions and classes that travel by value, and their reconstruction.
 
 A function or class of an importable module travels by reference, also below a decorator such as Prefect's `@task`.
-Others travel by value. In the receiving process, the functions of one module share the global variables of the module if
-it can be imported, else of its stand-in (`stand_ins`). Functions, classes and variables that exist there under their names
-stay. A function in a task's result is a copy instead: it keeps the values of its global variables in the task's process.
+Others travel by value. In the receiving process, the functions of one module share the global variables of the module
+if it can be imported, else of its stand-in (`stand_ins`). Functions, classes and variables that exist there under
+their names stay. A function in a task's result is a copy instead: it keeps the values of its global variables in the
+task's process.
 
 Cloudpickle takes functions and classes apart and puts them together; this module chooses them and their namespaces.
 """
@@ -36,7 +37,7 @@ from prefect_gpu.values.importable import (
     resolve,
     travels_by_value,
 )
-from prefect_gpu.values.stand_ins import namespace, stand_in
+from prefect_gpu.values.stand_ins import keep, namespace
 
 #: The module and the qualified name of a function or class.
 Key: TypeAlias = tuple[str, str]
@@ -118,10 +119,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return self._function(obj)
         if kind is types.CodeType:
             make, parts = self.dispatch_table[types.CodeType](obj)
-            return make, tuple(
-                obj.co_filename if isinstance(part, str) and part == _NO_FILE else part
-                for part in parts
-            )
+            names = {_NO_FILE: obj.co_filename}
+            return make, tuple(names.get(p, p) if isinstance(p, str) else p for p in parts)
         if kind is typing.TypeVar and travels_by_value(obj):
             return internals._make_typevar, internals._decompose_typevar(obj)
         return self._named.reduce(obj)
@@ -154,7 +153,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         make, arguments, state, *_ = reduction
         if make is internals._make_skeleton_class and vars(obj).get("__slots__"):
             arguments, state = _with_slots(obj, arguments, state)
-        key = self._key(obj)
+        key = None if self._to_flow else made_anew.own_name(obj)
         # Without the annotations of its bases. Text stays text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
@@ -185,7 +184,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             variables = {n: v for n, v in variables.items() if _is_private(v)}
         slots["__globals__"] = {n: self._by_reference(v) for n, v in variables.items()}
         hints = self._hints(obj.__annotations__, obj.__module__, obj.__globals__)
-        key = self._key(obj)
+        key = None if self._to_flow else made_anew.own_name(obj)
         return (
             _make_function, (module, key, code, base, *others), (patches, hints, (attributes, slots)),
             None, None, _set_function,
@@ -207,12 +206,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return None
         return name
 
-    def _key(self, obj: Any) -> Key | None:
-        """Return the name under which the other process keeps a function or class; `None`: no name."""
-        return None if self._to_flow else made_anew.own_name(obj)
-
     def _by_reference(self, value: Any) -> Any:
-        """Return a global variable, or a reference to it if it cannot be pickled but has a name in an importable module."""
+        """Return a global variable; if it cannot be pickled, a reference to its name in an importable module."""
         if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
             return value
         name = self._named.importable_name(value)
@@ -355,7 +350,7 @@ def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleTyp
 
 
 def find(key: Key | None) -> Any:
-    """Return the function or class that this process has under a name; `None`: none. The flow's process is not asked."""
+    """Return the function or class that this process has under a name; `None`: none. Asks no other process."""
     if key is None:
         return None
     found = find_in_namespace(*key)
@@ -365,12 +360,6 @@ def find(key: Key | None) -> Any:
         found.__qualname__,
     )
     return found if is_it else None
-
-
-def keep(key: Key | None, value: Any) -> None:
-    """Keep a function or class under its name in its module, unless there is one."""
-    if key is not None and "." not in key[1]:
-        vars(stand_in(key[0])).setdefault(key[1], value)
 
 
 def _make_function(

@@ -134,8 +134,7 @@ def find_reference(obj: Any) -> Reference | None:
         return None
     if module not in sys.modules or travels_by_value(obj):
         return None
-    found = find_in_module(module, name)
-    steps = None if found is None else find_steps(found, obj)
+    steps = find_steps(find_in_module(module, name), obj)
     return None if steps is None else (module, name, steps)
 
 

@@ -34,7 +34,7 @@ from prefect_gpu.values.importable import (
     travels_by_value,
     users_modules,
 )
-from prefect_gpu.values.stand_ins import stand_in
+from prefect_gpu.values.stand_ins import keep
 
 #: A callable that makes an object anew, its arguments and perhaps a state, as in a pickle reduction.
 Made = tuple[Any, ...]
@@ -343,7 +343,7 @@ def _names_in(modules: Any) -> dict[int, Name]:
 
 
 def _made(name: Name | None, keeps: bool, made: Made) -> Any:
-    """Return the reduction of an object with a name; `keeps`: the other process stores the new object under its name."""
+    """Return the reduction of an object with a name; `keeps`: the other process stores it under its name."""
     make, arguments, *state = made
     return (_make, (name, keeps, make, arguments), *state)
 
@@ -358,8 +358,8 @@ def _make(
     found = find_in_namespace(*name)
     if type(found) is type(made):
         return found
-    if keeps and "." not in name[1]:
-        vars(stand_in(name[0])).setdefault(name[1], made)
+    if keeps:
+        keep(name, made)
     return made
 
 

@@ -7,7 +7,6 @@ cannot be pickled are refused with their type and path. `transport` sends packed
 
 from __future__ import annotations
 
-import copyreg
 import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.units import format_bytes
 from prefect_gpu.values import made_anew, transport
 from prefect_gpu.values.by_value import ByValuePickler, Key, arrivals
-from prefect_gpu.values.exceptions import reduce_exception
+from prefect_gpu.values.exceptions import reduce_exception, slots_of
 from prefect_gpu.values.importable import find_in_module
 from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
@@ -46,7 +45,7 @@ _TO_FLOW = ("return value", "exception", "transaction")
 
 
 class _Output:
-    """Receives a pickler's output: the pieces of its stream and the buffers beside it, uncopied."""
+    """Receives a pickler's stream in pieces, and the buffers beside it, uncopied."""
 
     def __init__(self) -> None:
         # Joined pieces would hold a large `bytes` twice, and more while they grow.
@@ -54,7 +53,7 @@ class _Output:
         self.buffers: list[memoryview] = []
 
     def write(self, data: bytes | bytearray) -> None:
-        """Take the next piece of the stream. The pickler passes large objects as they are."""
+        """Take the next piece of the stream: large objects as they are."""
         self.stream.append(memoryview(data))
 
     def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
@@ -69,12 +68,8 @@ class _Output:
 class ValuePickler(ByValuePickler):
     """Pickles values of a task: functions and classes as `ByValuePickler`, device memory as host copies.
 
-    Args:
-        output: Takes the stream and the buffers.
-        reducers: Reducers of the frameworks in use.
-        error_way: How exceptions are pickled.
-        problems: Problems known to the pickler that tries a part with this one.
-        options: Arguments of `ByValuePickler`.
+    `reducers` are of the frameworks in use, `error_way` says how exceptions are pickled. `problems` are known to the
+    pickler that tries a part with this one.
     """
 
     def __init__(
@@ -198,7 +193,7 @@ def dumps(
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
-    """Raise `ResultError` for an argument or return value that is itself a lock or the like: a new one guards nothing."""
+    """Raise `ResultError` if a value is itself a lock or the like: a new lock would guard nothing."""
     if made_anew.is_shared(value):
         use = f"multiprocessing.Manager().{type(value).__name__.strip('_').capitalize()}()"
         reason = f"it works between the threads of one process; use {use}"
@@ -214,16 +209,9 @@ def check(
     error_way: str = _WHOLE,
     lacking: frozenset[Key] = frozenset(),
 ) -> _Output:
-    """Pickle a value without packing it. See `dumps` for the first four arguments and the errors.
+    """Pickle a value without packing it. See `dumps`, and `ByValuePickler` for `lacking`.
 
-    Args:
-        value: Anything.
-        what: See `dumps`.
-        name: See `dumps`.
-        reducers: See `dumps`.
-        depth: Depth of the search for the part that cannot be pickled.
-        error_way: How exceptions are pickled.
-        lacking: See `ByValuePickler`.
+    `depth` bounds the search for the part that cannot be pickled. `error_way` says how exceptions are pickled.
     """
     to_flow = what in _TO_FLOW
 
@@ -336,7 +324,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, BaseException):
             for index, part in enumerate(value.args):
                 yield f".args[{index}]", part
-        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        for key, part in {**getattr(value, "__dict__", {}), **held}.items():
+        for key, part in {**getattr(value, "__dict__", {}), **slots_of(value)}.items():
             yield f".{key}", part

@@ -1,9 +1,9 @@
 """Functions and classes that a body passes to processes of `multiprocessing`, and their results.
 
-Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or a script
-that was loaded by path does not run in it, so their functions and classes travel by value (`by_value`). This holds for
-all users of the pickler of `multiprocessing`, with each start method: `Process`, `Pool`, `ProcessPoolExecutor`,
-`torch.multiprocessing.spawn` and the workers of a `DataLoader`.
+Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or a
+script that was loaded by path does not run in it, so their functions and classes travel by value (`by_value`). This
+holds for all users of the pickler of `multiprocessing`, with each start method: `Process`, `Pool`,
+`ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers of a `DataLoader`.
 
 Functions, classes and variables that a receiving process has under their names stay, and functions of one module share
 their global variables. So the functions of a `Pool` see the variables that its initializer sets.

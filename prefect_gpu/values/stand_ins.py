@@ -1,9 +1,9 @@
 """Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
 
-In a process that received functions or classes by value, a stand-in has the name of their module and holds them, so that
-`pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's process
-once, and the object arrives by value. Module-level code of the script does not run here. `by_value` makes functions and
-classes.
+In a process that received functions or classes by value, a stand-in has the name of their module and holds them, so
+that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's
+process once, and the object arrives by value. Module-level code of the script does not run here. `by_value` makes
+functions and classes.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ PROCESS_RESOURCES.after_fork(_asking, lambda asking: setattr(asking, "source", N
 
 
 def set_source(source: Source | None) -> None:
-    """Set the function that asks the flow's process for an attribute of a module; `None`: ask no more.
-
-    It raises `AttributeError` for an unknown name.
-    """
+    """Set the function that asks for an attribute of a module, or raises `AttributeError`; `None`: ask no more."""
     _asking.source = source
 
 
@@ -68,7 +65,7 @@ class StandIn(ModuleType):
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, or raise `AttributeError`. A missing name is asked for once.
+    """Return an attribute of a module of the flow's process, or raise `AttributeError`. Each name is asked once.
 
     No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
     """
@@ -109,6 +106,12 @@ def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(module, StandIn):
         held.update({k: v for k, v in attributes.items() if held.get(k) is None})
     return held
+
+
+def keep(key: tuple[str, str] | None, value: Any) -> None:
+    """Keep an object under its name in its module, unless the module has one; `None`: no name."""
+    if key is not None and "." not in key[1]:
+        vars(stand_in(key[0])).setdefault(key[1], value)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

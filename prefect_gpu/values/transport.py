@@ -1,13 +1,13 @@
 """How bytes, memory files and values travel over the socket between a parent and its child.
 
-- A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. A stream that ends inside a frame means
-  that its sender died, which is no error of the protocol.
-- A *memory file* is memory without a name that passes from process to process by descriptor. It is written once, sealed,
-  and mapped privately: no other process sees a change of the mapping. Its memory is freed with its last descriptor and
-  its last mapping, also after the death of a process.
-- A *value* is pickled into a stream and large buffers beside it. `pack` makes a `PackedValue` of both: one frame and the
-  memory files sent with it. The other side turns it into a `ReceivedValue`, which is unpickled in place. Small values
-  are a frame without files; so are all values if the system has no memory files (macOS).
+- A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. A stream that ends inside a frame
+  means that its sender died, which is no error of the protocol.
+- A *memory file* is memory without a name that passes from process to process by descriptor. It is written once,
+  sealed, and mapped privately: no other process sees a change of the mapping. Its memory is freed with its last
+  descriptor and its last mapping, also after the death of a process.
+- A *value* is pickled into a stream and large buffers beside it. `pack` makes a `PackedValue` of both: one frame and
+  the memory files sent with it. The other side turns it into a `ReceivedValue`, which is unpickled in place. Small
+  values are a frame without files; so are all values if the system has no memory files (macOS).
 
 `messages` has the contents of frames. The sockets belong to `launcher` and to the child's channel.
 """
@@ -31,15 +31,13 @@ from typing import Final, NamedTuple, TypeAlias
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-# Memory files.
-
-#: Whether this system has memory files, as Linux. (`/dev/shm` is no substitute: containers give it 64 MB, and names in it
-#: outlive the process that made them.)
+#: Whether this system has memory files, as Linux. (`/dev/shm` is no substitute: containers give it 64 MB, and names in
+#: it outlive the process that made them.)
 AVAILABLE = hasattr(os, "memfd_create")
 
-#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2 cores, Linux 6.18: 0.56 s
-#: and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping, which would prevent the seal. Pieces from
-#: 256 KiB to 64 MiB take the same time.
+#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2 cores, Linux 6.18:
+#: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping, which would prevent the seal.
+#: Pieces from 256 KiB to 64 MiB take the same time.
 _WRITE_BYTES = 8 << 20
 
 #: Bytes that are compared in one call: less than `malloc` takes from the system anew each time (128 KiB). It takes less
@@ -103,7 +101,7 @@ def _map_privately(descriptor: int, size_bytes: int) -> mmap.mmap:
 
 
 def lay_out(sizes_bytes: Sequence[int], alignment: int = _ALIGNMENT) -> tuple[list[int], int]:
-    """Return the offset of each part of a file, in order at multiples of `alignment` bytes, and the end of the last part."""
+    """Return the offsets of the parts of a file, multiples of `alignment` bytes, and the end of the last part."""
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
         offset = -(-end // alignment) * alignment
@@ -144,8 +142,7 @@ BOOT: Final = 3
 #: Longest frame. A larger length is garbage on the stream.
 LONGEST_FRAME_BYTES: Final = 1 << 44
 
-#: Bytes from which a frame's body gets memory of its own from the system: it is not filled with zeros first, and returns
-#: to the system as soon as nothing refers to it.
+#: Bytes from which a frame's body gets memory of its own, without zeros, that returns to the system after its last use.
 MAPPED_BYTES: Final = 1 << 20
 
 #: A frame's body: bytes that pickle reads in place.
@@ -255,10 +252,9 @@ class FrameReader:
         """Receive some bytes; return the frame that they complete. `None`: no frame is complete yet.
 
         Raises:
-            EOFError: The other end is closed.
-            BlockingIOError: There are no bytes now.
-            ProtocolError: The bytes are not a frame, its body finds no memory, or its memory files could not be received.
-            OSError: The other end is gone.
+            EOFError: The other end is closed. BlockingIOError: There are no bytes now. ProtocolError: The bytes are
+            not a frame, its body finds no memory, or its memory files could not be received. OSError: The other end is
+            gone.
         """
         size_bytes, files = _receive(channel, self._free)
         if not size_bytes:
@@ -285,9 +281,9 @@ class FrameReader:
 
 # Values.
 
-#: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in another process, by frame
-#: and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and 0.29 for 256 KiB, 0.97 and 0.58 for 1 MiB,
-#: 5.5 and 2.7 for 4 MiB. Up to 1 MiB that is not worth a descriptor on both sides.
+#: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in another process, by
+#: frame and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and 0.29 for 256 KiB, 0.97 and 0.58 for
+#: 1 MiB, 5.5 and 2.7 for 4 MiB. Up to 1 MiB that is not worth a descriptor on both sides.
 FILE_BYTES = 1 << 20
 
 #: Most memory files of one value, each with a descriptor. Large parts have a file each, so that releasing one frees its

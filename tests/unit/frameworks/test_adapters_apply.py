@@ -634,13 +634,3 @@ def test_onnxruntime_options_outside_a_task_import_nothing_and_limit_nothing(mon
     assert onnxruntime_provider_options(3) == {"device_id": "3", **GROWS_AS_ASKED}
     with pytest.raises(ValueError, match="device=-1"):
         onnxruntime_provider_options(-1)
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
-def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapter, monkeypatch):
-    monkeypatch.delitem(sys.modules, adapter.module, raising=False)
-    assert adapter.reduce_to_host([1]) is NotImplemented
-    assert adapter.counters() is None
-    adapter.release_cached()
-    adapter.release_unused()
-    assert adapter.module not in sys.modules

@@ -10,7 +10,7 @@ import pytest
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import import_lazily, policy
 
 NAME = "framework_for_tests"
 
@@ -177,27 +177,11 @@ def test_the_first_imported_framework_that_can_be_traced_is(monkeypatch):
     assert hooks.begin_trace([FakeAdapter(), missing]) is None
 
 
-def test_frameworks_that_have_not_started_are_not_traced(monkeypatch):
-    for adapter in hooks.ADAPTERS.values():
-        monkeypatch.setitem(sys.modules, adapter.module, object())
-    assert hooks.begin_trace(hooks.ADAPTERS.values()) is None
-
-
 def test_frameworks_in_use_are_those_imported(monkeypatch):
     for adapter in hooks.ADAPTERS.values():
         monkeypatch.delitem(sys.modules, adapter.module, raising=False)
     monkeypatch.setitem(sys.modules, "jax", object())
     assert hooks.frameworks_in_use() == ("jax",)
-
-
-def import_lazily(name, monkeypatch):
-    """Import a module as `importlib.util.LazyLoader` does: it loads when an attribute is read."""
-    spec = importlib.util.find_spec(name)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("installed", ["before the import", "after the import"])
@@ -217,20 +201,24 @@ def test_a_lazily_loaded_framework_is_applied_when_it_loads(framework, monkeypat
 
 
 @pytest.mark.parametrize("adapter", hooks.ADAPTERS.values(), ids=list(hooks.ADAPTERS))
-def test_asking_an_adapter_does_not_load_a_lazily_loaded_framework(adapter, tmp_path, monkeypatch):
+def test_asking_an_adapter_loads_no_framework_that_is_absent_or_lazily_loaded(
+    adapter, tmp_path, monkeypatch
+):
     for name in (adapter.module, "loaded_by_mistake"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / f"{adapter.module}.py").write_text("import loaded_by_mistake\n")
     (tmp_path / "loaded_by_mistake.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    import_lazily(adapter.module, monkeypatch)
-    assert not adapter.has_started()
-    assert adapter.counters() is None
-    assert adapter.reduce_to_host([1]) is NotImplemented
-    adapter.release_cached()
-    assert adapter.name not in hooks.frameworks_in_use()
-    assert "loaded_by_mistake" not in sys.modules
+    for _ in range(2):
+        assert not adapter.has_started()
+        assert adapter.counters() is adapter.begin_trace() is None
+        assert adapter.reduce_to_host([1]) is NotImplemented
+        adapter.release_cached()
+        adapter.release_unused()
+        assert adapter.name not in hooks.frameworks_in_use()
+        assert "loaded_by_mistake" not in sys.modules
+        import_lazily(adapter.module, monkeypatch)
 
 
 def test_two_finders_that_wait_for_one_module_both_act(monkeypatch: pytest.MonkeyPatch) -> None:

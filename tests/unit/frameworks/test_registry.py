@@ -10,7 +10,7 @@ import pytest
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import import_lazily, policy
 from tests.unit.processes import kind_bodies, task_bodies
 
 
@@ -245,12 +245,8 @@ def test_a_module_that_is_imported_lazily_stays_so(
     name = "test_imported_lazily"
     path = tmp_path / f"{name}.py"
     path.write_text("LOADED = True")
-    spec = importlib.util.spec_from_file_location(name, path)
-    loader = importlib.util.LazyLoader(spec.loader)
-    spec.loader = loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = import_lazily(name, monkeypatch)
     registry.is_users.cache_clear()
     assert registry.is_users(name)
     assert look_at(name, "__file__") == str(path)

@@ -21,6 +21,7 @@ from prefect_gpu import values
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.values import by_value, transport
+from tests.unit.frameworks.policies import import_lazily
 
 SOURCE = """
 import threading
@@ -132,12 +133,7 @@ def test_a_module_that_loads_itself_late_is_importable_and_sent_without_being_lo
 ) -> None:
     (tmp_path / "lazy_module.py").write_text("import sys\nsys.lazy_module_was_loaded = True\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    spec = importlib.util.find_spec("lazy_module")
-    assert spec is not None and spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    lazy = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "lazy_module", lazy)
-    spec.loader.exec_module(lazy)
+    lazy = import_lazily("lazy_module", monkeypatch)
     monkeypatch.setattr(sys, "lazy_module_was_loaded", False, raising=False)
     assert values.is_importable("lazy_module")
     data = values.dumps([lazy], "call", "call")

@@ -169,13 +169,6 @@ def test_no_memory_while_pickling_is_the_same_error() -> None:
         values.dumps([Endless()], "return value", "result")
 
 
-def test_without_memory_files_the_frame_carries_large_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(transport, "AVAILABLE", False)
-    assert values.dumps(np.arange(300_000), "return value", "result").files == ()
-
-
 def table(*parts: tuple[int, int, int], count: int | None = None) -> bytearray:
     body = bytearray(struct.pack("!I", len(parts) if count is None else count))
     for part in parts:

@@ -35,10 +35,7 @@ THREAD_VARIABLES = (
 CPU_VARIABLES = frozenset({*THREAD_VARIABLES, "NPROC"})
 
 #: Variables for frameworks that no tag names. By default TensorFlow takes all of a device, JAX three quarters.
-MODEST_DEFAULTS = {
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-}
+MODEST_DEFAULTS = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 #: Variables with options of PyTorch's allocator; 2.9 renamed the first.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -48,9 +45,7 @@ SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
 
 
 def child_environment(
-    policy: FrameworkPolicy,
-    adapters: Iterable[FrameworkAdapter],
-    inherited: Mapping[str, str],
+    policy: FrameworkPolicy, adapters: Iterable[FrameworkAdapter], inherited: Mapping[str, str]
 ) -> dict[str, str | None]:
     """Return the variables of a child that differ from its inherited environment; `None`: remove the variable.
 

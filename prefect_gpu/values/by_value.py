@@ -31,12 +31,7 @@ from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
 from prefect_gpu.values import made_anew
-from prefect_gpu.values.importable import (
-    find_reference,
-    is_importable,
-    resolve,
-    travels_by_value,
-)
+from prefect_gpu.values.importable import find_reference, is_importable, resolve, travels_by_value
 from prefect_gpu.values.stand_ins import keep, namespace
 
 #: The module and the qualified name of a function or class.

@@ -35,10 +35,7 @@ SHARES = {
         {"torch": 6, "jax": 2, "cupy": 2},
     ),
     "shares that add up to 1 leave nothing, rounded or not": (
-        {
-            "frameworks": ("torch", "jax", "cupy"),
-            "shares": {"torch": 0.6, "jax": 0.3, "cupy": 0.1},
-        },
+        {"frameworks": ("torch", "jax", "cupy"), "shares": {"torch": 0.6, "jax": 0.3, "cupy": 0.1}},
         {"onnxruntime": 8},
     ),
 }

@@ -160,9 +160,7 @@ def test_needed_modules_are_its_own_and_what_its_code_imports():
     )
     found = registry.needed_modules(functools.partial(module.f))
     assert found[0] == "their_module"
-    assert set(found) == {
-        *("their_module", "a.b:c,d", "e.f", "x", "y", "m.n", "w.v", "builtins"),
-    }
+    assert set(found) == {*("their_module", "a.b:c,d", "e.f", "x", "y", "m.n", "w.v", "builtins")}
 
 
 def test_needed_modules_of_relative_imports():
@@ -172,7 +170,7 @@ def test_needed_modules_of_relative_imports():
         __package__="top.middle",
     )
     assert set(registry.needed_modules(module.f)) == {
-        *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g"),
+        *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g")
     }
 
 

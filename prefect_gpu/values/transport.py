@@ -252,9 +252,10 @@ class FrameReader:
         """Receive some bytes; return the frame that they complete. `None`: no frame is complete yet.
 
         Raises:
-            EOFError: The other end is closed. BlockingIOError: There are no bytes now. ProtocolError: The bytes are
-            not a frame, its body finds no memory, or its memory files could not be received. OSError: The other end is
-            gone.
+            EOFError: The other end is closed.
+            BlockingIOError: There are no bytes now.
+            ProtocolError: The bytes are not a frame, or its body or its memory files cannot be received.
+            OSError: The other end is gone.
         """
         size_bytes, files = _receive(channel, self._free)
         if not size_bytes:

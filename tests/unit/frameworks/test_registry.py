@@ -55,18 +55,20 @@ BASE = type("Module", (), {"__module__": "torch.nn.modules.module"})
 @pytest.mark.parametrize(
     ("source", "given", "found"),
     [
-        ("def f(): return T", {"T": fake("torch.nn")}, "torch"),
-        ("def f(): return w", {"w": TENSOR}, "torch"),
-        ("class Net(Base): pass\ndef f(): return Net()", {"Base": BASE}, "torch"),
-        ("def make(m):\n def f(): return m\n return f\nf = make(M)", {"M": fake("cupy")}, "cupy"),
-        ("def f(): pass", {"tf": fake("tensorflow")}, "tensorflow"),
-    ],
-    ids=[
-        "a module",
-        "an object of it",
-        "the base of a user's class",
-        "a closure's value",
-        "a module's own imports, since the child imports it whole",
+        pytest.param("def f(): return T", {"T": fake("torch.nn")}, "torch", id="a module"),
+        pytest.param("def f(): return w", {"w": TENSOR}, "torch", id="an object of it"),
+        pytest.param(
+            "class Net(Base): pass\ndef f(): return Net()", {"Base": BASE}, "torch", id="a base"
+        ),
+        pytest.param(
+            "def make(m):\n def f(): return m\n return f\nf = make(M)",
+            {"M": fake("cupy")},
+            "cupy",
+            id="a closure's value",
+        ),
+        pytest.param(
+            "def f(): pass", {"tf": fake("tensorflow")}, "tensorflow", id="an import of its module"
+        ),
     ],
 )
 def test_finds_what_a_function_refers_to(source, given, found):
@@ -123,22 +125,17 @@ def test_detection_imports_nothing_and_wakes_no_lazy_module():
 @pytest.mark.parametrize(
     ("fn", "uses"),
     [
-        (task_bodies.alone.fn, True),
-        (kind_bodies.plain, False),
-        (user_module("def f():\n from prefect import get_client").f, True),
-        (task_bodies.logs.fn, True),
-        (task_bodies.submits.fn, True),
-        (task_bodies.with_helper.fn, True),
-        (task_bodies.plain, True),
-    ],
-    ids=[
-        "a task of an importable module, which is imported",
-        "not: a function of a module without Prefect",
-        "an import in the body",
-        "a function of Prefect",
-        "another task",
-        "a function of a module that has tasks",
-        "a function that is imported from such a module",
+        pytest.param(task_bodies.alone.fn, True, id="a task of an importable module"),
+        pytest.param(kind_bodies.plain, False, id="not: a function of a module without Prefect"),
+        pytest.param(
+            user_module("def f():\n from prefect import get_client").f,
+            True,
+            id="an import in the body",
+        ),
+        pytest.param(task_bodies.logs.fn, True, id="a function of Prefect"),
+        pytest.param(task_bodies.submits.fn, True, id="another task"),
+        pytest.param(task_bodies.with_helper.fn, True, id="a function of a module that has tasks"),
+        pytest.param(task_bodies.plain, True, id="a function imported from such a module"),
     ],
 )
 def test_whether_a_process_will_import_prefect(fn, uses):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import prefect_gpu
 from prefect_gpu import in_task as inside
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import memory_help as remedies
@@ -289,20 +288,15 @@ def test_an_error_whose_text_raises_is_no_out_of_memory() -> None:
         find_batch_size(fn, 8)
 
 
-# Snapshots.
-
-
 def test_a_snapshot_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "a.pickle"
+    assert memory_snapshot(path) is False, "PyTorch is on no device"
+    assert not path.exists()
     written: list[str] = []
     monkeypatch.setattr(
         type(remedies.ADAPTERS["torch"]),
         "write_snapshot",
         lambda self, path: not written.append(path),
     )
-    assert prefect_gpu.memory_snapshot(tmp_path / "a.pickle") is True
-    assert written == [str(tmp_path / "a.pickle")]
-
-
-def test_without_pytorch_on_a_device_there_is_no_snapshot(tmp_path: Path) -> None:
-    assert memory_snapshot(tmp_path / "a.pickle") is False
-    assert list(tmp_path.iterdir()) == []
+    assert memory_snapshot(path) is True
+    assert written == [str(path)]

@@ -220,8 +220,7 @@ def errors(draw: st.DrawFn) -> BaseException:
 
 
 def _raised(error: BaseException) -> BaseException:
-    again: BaseException = values.loads(values.dump_exception(error), "exception")
-    return again
+    return values.loads(values.dump_exception(error), "exception")  # type: ignore[no-any-return]
 
 
 @settings(derandomize=True)

@@ -1,32 +1,23 @@
 """The base class of framework adapters, the policy that they apply, and a child's environment variables.
 
-An adapter applies a policy to one framework of a child process. It does not choose budgets or devices.
-`registry` lists the adapters.
-
-`child_environment` merges the variables for all frameworks (devices, threads) with the variables of each
-adapter. `late_changes` compares a standby's environment with a task's: if a framework has already read a
-variable that differs, the task gets a fresh process. `tests/gpu/test_late_policy.py` shows on real devices that
-these rules hold. This module does not read its own process's environment.
+An adapter applies a policy to one framework of a child process. `registry` lists the adapters. Budgets and devices
+are chosen elsewhere. This module does not read its own process's environment. `tests/gpu/test_late_policy.py` shows
+on real devices which variables may change late.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import threading
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeAlias
 
+from prefect_gpu.errors import FrameworkError
 from prefect_gpu.scheduling.model import DeviceKind
 
 #: Numbers of threads that OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow read when they load.
@@ -43,37 +34,22 @@ THREAD_VARIABLES = (
 #: Variables that say how many threads to start. Most are read as a library loads.
 CPU_VARIABLES = frozenset({*THREAD_VARIABLES, "NPROC"})
 
-#: Variables for frameworks that no tag names. By default TensorFlow would take all of a device, and JAX three
-#: quarters.
-MODEST_DEFAULTS = {
-    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-}
-
+#: Variables for frameworks that no tag names. By default TensorFlow takes all of a device, JAX three quarters.
+MODEST_DEFAULTS = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 #: Variables with options of PyTorch's allocator; 2.9 renamed the first.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: In a child: the option of PyTorch's allocator that caps the processes which its body starts. A GPU task
-#: among them has a budget of its own.
+#: In a child: the allocator option that caps the processes of its body. GPU tasks among them have their own budget.
 SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
 
 
 def child_environment(
-    policy: FrameworkPolicy,
-    adapters: Iterable[FrameworkAdapter],
-    inherited: Mapping[str, str],
+    policy: FrameworkPolicy, adapters: Iterable[FrameworkAdapter], inherited: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Return the variables of a child that differ from its inherited environment.
+    """Return the variables of a child that differ from its inherited environment; `None`: remove the variable.
 
-    Args:
-        policy: Policy of the child's frameworks.
-        adapters: The result of `registry.adapters_for(policy)`.
-        inherited: Environment of the process that starts the child.
-
-    Returns:
-        Values to set, and `None` for variables to remove. Variables with the right inherited value are left
-        out, except the variables of the devices.
+    The variables of the devices are always included. `adapters` is the result of `registry.adapters_for(policy)`.
     """
     wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
     if policy.device_kind == "nvml":
@@ -86,8 +62,7 @@ def child_environment(
     if option := inherited.get(SUBPROCESS_CAP):
         wanted[SUBPROCESS_CAP] = None
         for name in ALLOCATOR_VARIABLES:
-            left = [part for part in inherited.get(name, "").split(",") if part not in ("", option)]
-            wanted[name] = ",".join(left) or None
+            wanted[name] = ",".join(options_without(option, inherited.get(name, ""))) or None
     for adapter in adapters:
         wanted.update(adapter.environment(policy))
         for name, value in adapter.default_environment.items():
@@ -101,6 +76,11 @@ def child_environment(
     }
 
 
+def options_without(option: str, text: str) -> list[str]:
+    """Return the options in a variable of PyTorch's allocator, without one of them."""
+    return [part for part in text.split(",") if part not in ("", option)]
+
+
 def late_changes(
     before: Mapping[str, str],
     after: Mapping[str, str],
@@ -108,17 +88,17 @@ def late_changes(
     *,
     cpus_stated: bool,
 ) -> dict[str, str | None] | None:
-    """Return the variables to change in a process that has imported its modules, if the change still takes effect.
+    """Return the variables to set or remove (`None`) in a process that has imported its modules.
 
     Args:
         before: The environment in which it imported its modules.
         after: The environment that the task needs.
         adapters: All adapters: a variable belongs to one of them.
-        cpus_stated: Whether a tag states the number of threads. A number that was computed from the
-            machine may be set late: frameworks that have a call for it follow it.
+        cpus_stated: Whether a tag states the number of threads. A computed number may be set late: frameworks that
+            have a call for it follow it.
 
     Returns:
-        Variables to set, or to remove (`None`); `None`: a change would come too late.
+        `None`: the change comes too late.
     """
     changes: dict[str, str | None] = {}
     for name in sorted({*before, *after}):
@@ -160,8 +140,7 @@ class FrameworkPolicy:
     context_bytes: Mapping[str, int] = field(default_factory=dict)
     #: "limit": cap at budget − context. "growth": no cap. "all": take the budget at start.
     allocation: AllocationMode = "growth"
-    #: Under a cap, frameworks that can grow take memory on demand. True for first runs, whose cap is not their
-    #: need.
+    #: Under a cap, frameworks that can grow take memory on demand: for first runs, whose cap is not their need.
     on_demand: bool = False
     #: PyTorch allocator options, `{"max_split_size_mb": "128"}`.
     allocator_options: Mapping[str, str] = field(default_factory=dict)
@@ -175,19 +154,17 @@ class FrameworkPolicy:
     frameworks: tuple[str, ...] = ()
     #: Names of the frameworks that detection found, if tags name none.
     detected: tuple[str, ...] = ()
-    #: Fraction of the budget by framework name, from `gpu:framework=torch:70%`. Frameworks without a fraction
-    #: share the rest equally.
+    #: Fraction of the budget by framework, from `gpu:framework=torch:70%`. Others share the rest equally.
     shares: Mapping[str, float] = field(default_factory=dict)
-    #: File for PyTorch's memory snapshot at an out-of-memory; empty: PyTorch does not record its allocations.
+    #: File for PyTorch's snapshot at an out-of-memory; empty: PyTorch does not record its allocations.
     snapshot_path: str = ""
 
     def share(self, framework: str) -> float:
         """Return the fraction of each budget that a framework may use.
 
-        The fractions of the frameworks that tags name, or else of the detected frameworks, add up to at most 1.
-        Any other framework gets the rest. If there is no rest, it gets all of the budget: detection can be
-        wrong, and without memory the framework would fail. Together the frameworks may then exceed the budget,
-        which the driver's readings show.
+        The fractions of the frameworks that tags name, or else of the detected ones, add up to at most 1. Another
+        framework gets the rest. Without a rest it gets the whole budget: detection can be wrong, and without memory
+        the framework fails. The frameworks may then exceed the budget, which the driver's readings show.
         """
         if framework in self.shares:
             return self.shares[framework]
@@ -207,6 +184,11 @@ class FrameworkPolicy:
         share = self.share(framework)
         return tuple(max(1, int(budget * share) - context) for budget in self.budget_bytes)
 
+    def cap_fraction(self, framework: str) -> float | None:
+        """Return a framework's smallest cap as a fraction of its device's memory; `None`: no cap."""
+        caps = self.cap_bytes(framework)
+        return None if caps is None else min(map(operator.truediv, caps, self.total_bytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -220,11 +202,10 @@ class Counters:
     peak_live_bytes: int
     #: Largest `reserved_bytes` since the start; `None` as above.
     peak_reserved_bytes: int | None
-    #: Allocations that succeeded only after the cache was emptied, which happens near the cap. `None`: the
-    #: allocator does not count them.
+    #: Allocations that succeeded only after the cache was emptied, as near the cap; `None`: not counted.
     alloc_retries: int | None = None
-    #: Bytes returned to the driver since the start. While unchanged, `reserved_bytes` has not fallen. `None`:
-    #: as above.
+    #: Bytes returned to the driver since the start; `None`: not counted. While unchanged, `reserved_bytes` has not
+    #: fallen.
     freed_bytes: int | None = None
 
 
@@ -235,8 +216,8 @@ EndTrace: TypeAlias = Callable[[], int | None]
 class CaptureWatch:
     """Counts the running captures of CUDA graphs of one framework, on all threads.
 
-    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So counting
-    functions replace the methods that begin and end a capture.
+    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So counting functions
+    replace the methods that begin and end a capture.
     """
 
     def __init__(self) -> None:
@@ -248,13 +229,7 @@ class CaptureWatch:
         self.begun = False
 
     def watch(self, owner: type, begin: str, end: str) -> None:
-        """Watch a class, once. A class that cannot be changed counts as capturing for ever.
-
-        Args:
-            owner: The class.
-            begin: Name of its method that begins a capture.
-            end: Name of its method that ends a capture.
-        """
+        """Watch a class, by the names of its methods. A class that cannot be changed counts as capturing for ever."""
         if owner in self._watched:
             return
         self._watched.add(owner)
@@ -278,9 +253,9 @@ class CaptureWatch:
             try:
                 result = method(*args, **kwargs)
             except BaseException:
+                # A capture whose end failed counts as running.
                 if begins:
                     self._count(-1)
-                # A capture whose end failed counts as running.
                 raise
             if not begins:
                 self._count(-1)
@@ -295,7 +270,7 @@ class CaptureWatch:
 
 
 class FrameworkAdapter:
-    """One framework. Stateless; methods marked *Child* run in the child process only.
+    """One framework, without state; methods marked *Child* run in the child process only.
 
     The defaults suit a framework that has no environment variables and no counters.
     """
@@ -306,6 +281,8 @@ class FrameworkAdapter:
     module: ClassVar[str]
     #: Variables of the framework's processes. A value in the flow's process takes precedence.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    #: Variables that the framework reads when it first uses a device.
+    late_variables: ClassVar[tuple[str, ...]] = ()
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return environment variables of a child; `None` removes an inherited one. Pure."""
@@ -321,61 +298,45 @@ class FrameworkAdapter:
         """Child: apply cap, growth and threads, just after the framework was imported.
 
         Raises:
-            FrameworkError: The framework finds no allotted device, or refuses the policy.
+            FrameworkError: The framework finds other devices than the allotted ones, or refuses the policy.
         """
         raise NotImplementedError
 
-    def standby_environment(self) -> dict[str, str]:
-        """Return variables for a process that imports the framework before its task is known.
+    def check_devices(self, policy: FrameworkPolicy, found: int, likely_reason: str) -> None:
+        """Raise `FrameworkError` unless the framework has found all allotted devices."""
+        allotted = len(policy.device_uuids)
+        if found != allotted:
+            problem = f"{allotted} GPU(s) allotted, {found} found{likely_reason}"
+            raise FrameworkError(self.name, problem)
 
-        Inherited values take precedence. The variables are removed when the task begins. Pure.
+    def standby_environment(self) -> dict[str, str]:
+        """Return variables for a process that imports the framework before its task is known. Pure.
+
+        Inherited values take precedence. The variables are removed when the task begins.
         """
         return {}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return whether a variable belongs to this framework and may change after the import. Pure.
 
-        Args:
-            name: Any variable.
-            before: Value at the import; `None`: not set.
-            after: Value when the framework first uses a device.
+        `before` is its value at the import, `after` when the framework first uses a device; `None`: not set.
         """
-        return False
+        return name in self.late_variables
 
     def has_started(self) -> bool:
-        """Child: return whether the framework, once imported, has begun to use devices.
-
-        A policy would then come too late. Must not start anything.
-        """
+        """Child: return whether the framework uses devices: a policy comes too late. Must not start anything."""
         return False
 
     def counters(self) -> Counters | None:
         """Child: read the allocator's counters; `None` before the framework used a device.
 
-        Must neither initialise the device nor reset a counter that user code may read.
+        A thread calls this method every few milliseconds. It must neither initialise the device nor reset a counter
+        that user code may read.
         """
         return None
 
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read the bytes allocated now and the allocation retries so far, cheaply.
-
-        A thread calls it every few milliseconds, so it reads nothing else.
-
-        Returns:
-            Both summed over the child's devices; 0 retries where the allocator does not count them.
-            `None` as for `counters`, under the same rules.
-        """
-        counters = self.counters()
-        return None if counters is None else (counters.live_bytes, 0)
-
     def begin_trace(self) -> EndTrace | None:
-        """Child: begin a trace over all of the child's devices. Never raises.
-
-        Follows the rules of `counters`, and does not disturb a recording of the body.
-
-        Returns:
-            `None`: a trace is not possible now.
-        """
+        """Child: begin a trace over all devices, by the rules of `counters`; `None`: not possible now. Never raises."""
         return None
 
     def memory_summary(self) -> str:
@@ -383,57 +344,35 @@ class FrameworkAdapter:
         return ""
 
     def write_snapshot(self, path: str) -> bool:
-        """Child: write the framework's own snapshot of its memory to a file.
-
-        Returns:
-            Whether there was anything to write.
-
-        Raises:
-            OSError: The file cannot be written.
-        """
+        """Child: write the framework's own snapshot of its memory, or raise `OSError`; `False`: no memory used."""
         return False
 
     def release_cached(self) -> None:
-        """Child: return the allocator's cached memory to the driver.
-
-        Does nothing before the framework used a device, or where it never returns memory.
-        """
+        """Child: return the allocator's cached memory to the driver, if the framework has used a device."""
 
     def release_unused(self) -> None:
-        """Child: return the allocator's unused memory to the driver, unnoticed by the body.
+        """Child: as `release_cached`, but not during the capture of a CUDA graph. May raise any error.
 
-        Called on a thread of its own, inside `cuda_driver.unbound_by_captures`. Does nothing during the capture
-        of a CUDA graph, before the framework used a device, or where it never returns memory.
-
-        Raises:
-            Exception: The framework refused; the rest of its memory stays.
+        Called unnoticed by the body, on a thread of its own, inside `cuda_driver.unbound_by_captures`.
         """
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: return a pickle reduction (tuple) that rebuilds `value` from host memory.
-
-        Returns:
-            `NotImplemented` for a value of another type, or a value already in host memory.
-        """
+        """Child: return a pickle reduction that rebuilds a device value from host memory; else `NotImplemented`."""
         return NotImplemented
 
     def calibrate(self) -> int:
         """Child: use the device as real work would (products, convolutions, transforms).
 
         Returns:
-            Bytes that the framework's allocator then holds from the driver, on device 0. The rest of the
-            process's memory is the context.
+            Bytes that the allocator then holds from the driver, on device 0. The process's other memory is the context.
         """
         raise NotImplementedError
 
 
 def look_at(module: str, attribute: str) -> Any:
-    """Return an attribute of a module in `sys.modules` without importing anything.
+    """Return an attribute of a module in `sys.modules`, importing nothing; `None`: no such module or attribute.
 
     `getattr` would load a module of `importlib.util.LazyLoader`, such as Ray imported by `prefect_ray`.
-
-    Returns:
-        `None`: no such module or attribute.
     """
     try:
         return object.__getattribute__(sys.modules.get(module), attribute)
@@ -442,10 +381,7 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def imported(name: str, *attributes: str) -> Any:
-    """Return an imported module with these attributes, else `None`; import nothing.
-
-    A module may lack attributes while another thread imports it.
-    """
+    """Return an imported module; `None`: it lacks an attribute, as while another thread imports it."""
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
 

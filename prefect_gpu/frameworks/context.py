@@ -1,11 +1,11 @@
 """The context of a framework: its memory of a device outside its own allocator.
 
-Contexts are measured once and stored on disk. `runner.context_size` starts the calibration child and chooses
-the figure for a budget.
+Contexts are measured once and stored on disk. `runner.context_size` measures them and chooses the figure for a budget.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from prefect_gpu.frameworks.registry import framework_version
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 
-#: Bytes used if a calibration failed: NVML's figure minus the allocator's, one process on an H200,
-#: driver 580, CUDA 13, 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
+#: Bytes used if a calibration failed: NVML's figure minus the allocator's, one process on an H200, driver 580, CUDA 13,
+#: 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
 FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
     "torch": 766 * MIB,
@@ -24,16 +24,15 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     "tensorflow": int(1.2 * GIB),
     "jax": 636 * MIB,  # JAX 0.11 after `calibrate`; 602 to 618 in a plain program
     "cupy": 594 * MIB,  # CuPy 14 after `calibrate`; 588 in a plain program
-    # ONNX Runtime 1.31: 680 after a small product, and 90 for cuDNN and cuFFT, as
-    # they added to torch.
+    # ONNX Runtime 1.31: 680 after a small product, and 90 for cuDNN and cuFFT, as they added to torch.
     "onnxruntime": 770 * MIB,
 }
 
 #: For any other framework.
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
-#: Bytes of NCCL on each device of a task with several, outside the framework's allocator: 820 MiB
-#: in JAX's sharding and TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
+#: Bytes of NCCL on each device of a task with several, outside the framework's allocator: 820 MiB in JAX's sharding and
+#: TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
 COLLECTIVES_BYTES = 900 * MIB
 
 
@@ -48,23 +47,14 @@ def fallback_context_bytes(framework: str) -> int:
 
 
 def with_collectives(context_bytes: int, budget_bytes: int) -> int:
-    """Return a context with NCCL's buffers, which take at most half of the rest of the budget.
-
-    Args:
-        context_bytes: Context on a device, without NCCL.
-        budget_bytes: Budget on that device.
-    """
+    """Return the context of a device with NCCL's buffers, which take at most half of the rest of its budget."""
     return context_bytes + max(0, min(COLLECTIVES_BYTES, (budget_bytes - context_bytes) // 2))
 
 
 class ContextStore:
-    """Measured contexts in one JSON file, shared by the user's processes.
+    """Measured contexts in one JSON file, shared by the user's processes; by default in the user's cache folder.
 
-    A lost file costs a calibration. A file that cannot be read counts as empty. If it cannot be written,
-    figures last as long as this object.
-
-    Args:
-        path: The file; `None`: `prefect_gpu/contexts.json` in the user's cache folder.
+    A file that cannot be read counts as empty. If it cannot be written, figures last as long as this object.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -72,29 +62,26 @@ class ContextStore:
         self._own: dict[str, int] = {}
 
     def get(self, key: str) -> int | None:
-        """Look a context up by its `context_key`, in bytes; `None`: not measured yet."""
+        """Return the context of a `context_key`, in bytes; `None`: not measured yet."""
         return self._own[key] if key in self._own else self._read().get(key)
 
     def put(self, key: str, context_bytes: int) -> None:
         """Store a measured context. If two processes write at once, the last one wins."""
         self._own[key] = context_bytes
         entries = {**self._read(), key: context_bytes}
-        try:
+        with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Other processes read and write at any time: each writes a file of its own.
             written = self.path.with_suffix(f".{os.getpid()}-{id(entries)}")
             written.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
             written.replace(self.path)
-        except OSError:
-            pass
 
     def _read(self) -> dict[str, int]:
         try:
             entries = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        if not isinstance(entries, dict):
-            return {}
+        entries = entries if isinstance(entries, dict) else {}
         return {k: v for k, v in entries.items() if type(v) is int and v >= 0}
 
 

@@ -22,14 +22,11 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that calls an action right after a module's first import.
+    """A finder that calls an action right after a module's first import, in the order of installation.
 
-    It takes the loader of another finder and replaces `exec_module` of that object, so that resources, sources
-    and submodules are found as usual. Python's lock on each module makes "first import" exact when several
-    threads import at once: the other threads wait until the action has ended.
-
-    Args:
-        actions: Actions by the name of the module. The finder that was installed first acts first.
+    It replaces `exec_module` of the loader that another finder returns, so that resources, sources and submodules are
+    found as usual. Python's lock on each module makes "first import" exact when several threads import at once: the
+    other threads wait until the action has ended.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
@@ -37,13 +34,15 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._failed: dict[str, Exception] = {}
 
     def install(self) -> None:
-        """Become the first finder of `sys.meta_path`; act now for modules that are imported already.
-
-        Raises:
-            Exception: An action has raised it.
-        """
+        """Become the first finder of `sys.meta_path`; act now for imported modules. Raises the errors of actions."""
         sys.meta_path.insert(0, self)
-        self._act_on_loaded()
+        for name in list(self._pending):
+            module = sys.modules.get(name)
+            if _is_lazy(module):
+                # The module is imported when its first attribute is used.
+                self._hook(object.__getattribute__(module, "__spec__"))
+            elif name in sys.modules:
+                self._act(name)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -59,26 +58,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._hook(spec)
         return spec
 
-    def _act_on_loaded(self) -> None:
-        for name in list(self._pending):
-            module = sys.modules.get(name)
-            if _is_lazy(module):
-                # The module is imported when its first attribute is used.
-                self._hook(object.__getattribute__(module, "__spec__"))
-            elif name in sys.modules:
-                self._act(name)
-
     def _find_elsewhere(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         finders = list(sys.meta_path)
         # Finders before this one have found nothing, or are waiting for the same module.
         for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
-            if not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
+            if hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    return spec
         return None
 
     def _hook(self, spec: ModuleSpec) -> None:
@@ -104,19 +93,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
-    """Apply each adapter now if its framework is imported, else right after its first import.
+    """Apply each adapter now if its framework is imported, else right after its first import; return the finder.
 
-    Caps of processes that a body starts are applied at once.
-
-    Args:
-        adapters: The result of `registry.adapters_for(policy)`.
-        policy: The policy to apply.
-
-    Returns:
-        The finder, first on `sys.meta_path`. A caller may remove it from there.
+    Caps of processes that a body starts are applied at once. A caller may remove the finder from `sys.meta_path`.
 
     Raises:
-        FrameworkError: A framework that is imported already cannot carry out the policy.
+        FrameworkError: An imported framework cannot carry out the policy.
     """
     chosen = tuple(adapters)
     for adapter in chosen:
@@ -142,11 +124,10 @@ def frameworks_in_use() -> tuple[str, ...]:
 
 
 def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
-    """Sum the counters of the frameworks that are imported; safe while one is being imported.
+    """Sum the counters of the imported frameworks, safely while one is being imported; `None`: none used a device.
 
-    Returns:
-        The sum. A field is `None` if no framework knows it. A framework that does not count reserved bytes adds
-        its live bytes, the least that it can hold. `None`: no framework has used a device.
+    A field is `None` if no framework knows it. A framework that does not count reserved bytes adds its live bytes, the
+    least that it can hold.
     """
     found = [c for adapter in _in_use(adapters) if (c := adapter.counters()) is not None]
     if not found:
@@ -162,33 +143,20 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
 
 
 def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
-    """Read the frameworks' allocated bytes, and their allocation retries so far.
-
-    It reads less than `collect_counters`, for a thread that calls it every few milliseconds.
-
-    Returns:
-        The sums; a framework that does not count retries adds none. `None`: no framework has used
-        a device.
-    """
-    found = [s for adapter in _in_use(adapters) if (s := adapter.sample()) is not None]
-    return (sum(live for live, _ in found), sum(n for _, n in found)) if found else None
+    """Return the allocated bytes and the allocation retries so far, as `collect_counters`."""
+    found = collect_counters(adapters)
+    return None if found is None else (found.live_bytes, found.alloc_retries or 0)
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
-    """Begin to trace allocations; `None`: no framework can be traced now.
-
-    Only one framework is traced: the first that can be.
-    """
+    """Begin to trace the first framework that can be traced; `None`: no framework can be traced now."""
     traces = (adapter.begin_trace() for adapter in _in_use(adapters))
     return next((trace for trace in traces if trace is not None), None)
 
 
 def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
-    return [
-        adapter
-        for adapter in adapters
-        if adapter.module in sys.modules and not _is_lazy(sys.modules.get(adapter.module))
-    ]
+    loaded = sys.modules
+    return [a for a in adapters if a.module in loaded and not _is_lazy(loaded.get(a.module))]
 
 
 def _is_lazy(module: ModuleType | None) -> bool:

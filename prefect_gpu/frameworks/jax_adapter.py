@@ -13,14 +13,8 @@ from collections.abc import Mapping, MutableMapping
 from importlib import import_module
 from typing import Any
 
-from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import (
-    Counters,
-    FrameworkAdapter,
-    FrameworkPolicy,
-    host_value,
-    imported,
-)
+from prefect_gpu.frameworks import adapter
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, imported
 
 logger = logging.getLogger(__name__)
 
@@ -28,46 +22,36 @@ logger = logging.getLogger(__name__)
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 
 
-class JaxAdapter(FrameworkAdapter):
+class JaxAdapter(adapter.FrameworkAdapter):
     """JAX on CUDA devices; on the host its threads are bounded through the environment."""
 
     name = "jax"
     module = "jax"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return preallocation, fraction and threads.
+        """Return preallocation, fraction and threads. All devices have one fraction: the smallest.
 
-        The fraction's old name is removed: with both, JAX 0.11 logs an error and silently uses the
-        CPU (measured). XLA sizes its thread pools by `NPROC`. On GPUs these threads compile, before
-        any work is done, so they are bounded only where a tag says so: two compilations of a small
-        transformer took 6.8 s with 16 threads and 10.6 with 2, 31 s of CPU time each (H200).
+        The fraction's old name is removed: with both, JAX 0.11 logs an error and silently uses the CPU (measured). XLA
+        sizes its thread pools by `NPROC`. On GPUs these threads compile, before any work is done, so they are bounded
+        only if a tag says so: two compilations of a small transformer took 6.8 s with 16 threads and 10.6 with 2, 31 s
+        of CPU time each (H200).
         """
-        caps = policy.cap_bytes(self.name)
-        fraction = None
-        if caps is not None:
-            # All devices have one fraction: the smallest.
-            fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
-        variables: dict[str, str | None] = {}
-        if caps is not None:
+        fraction = policy.cap_fraction(self.name)
+        whole = fraction is not None and not policy.on_demand
+        variables: dict[str, str | None] = {
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if whole else "false",
+            FRACTION: None if fraction is None else f"{min(1.0, fraction):.6f}",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
+        }
+        if fraction is not None:
             # JAX's other allocators have no fraction.
             variables["XLA_PYTHON_CLIENT_ALLOCATOR"] = None
         if policy.cpus_stated or policy.device_kind != "nvml":
             variables["NPROC"] = str(policy.cpus)
-        return {
-            **variables,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
-            if caps is None or policy.on_demand
-            else "true",
-            FRACTION: None if fraction is None else f"{min(1.0, fraction):.6f}",
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": None,
-        }
+        return variables
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: hold the cap, and where a tag names JAX, start it and check that it sees the devices.
-
-        Raises:
-            FrameworkError: JAX sees other devices than the allotted ones, and would use the CPU.
-        """
+        """Child: hold the cap, and if a tag names JAX, start it and check that it sees the devices, not the CPU."""
         if policy.cap_bytes(self.name) is not None:
             _hold_cap(os.environ, self.environment(policy))
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
@@ -77,17 +61,15 @@ class JaxAdapter(FrameworkAdapter):
             # The allocator takes its region with the first array, not at the start of the backend.
             _start_devices(jax)
         try:
-            found = len(jax.devices("gpu"))
-            problem = ""
+            found, problem = len(jax.devices("gpu")), ""
         except RuntimeError as error:
             found, problem = 0, f" ({error})"
-        if found != len(policy.device_uuids):
-            raise FrameworkError(
-                self.name,
-                f"{len(policy.device_uuids)} GPU(s) allotted, {found} found{problem}, so it would "
-                f"silently use the CPU; the likely reason is a jax without its CUDA plugin "
-                f"(install jax[cuda13] or the one for this driver)",
-            )
+        self.check_devices(
+            policy,
+            found,
+            f"{problem}, so it would silently use the CPU; the likely reason is a jax without its "
+            f"CUDA plugin (install jax[cuda13] or the one for this driver)",
+        )
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
         """Return `True` for variables that XLA reads when a backend starts."""
@@ -102,9 +84,7 @@ class JaxAdapter(FrameworkAdapter):
         jax = _started_jax()
         if jax is None:
             return None
-        stats = [
-            device.memory_stats() for device in jax.local_devices() if device.platform == "gpu"
-        ]
+        stats = [d.memory_stats() for d in jax.local_devices() if d.platform == "gpu"]
         known = [device for device in stats if device]
         if not known:
             return None
@@ -121,10 +101,9 @@ class JaxAdapter(FrameworkAdapter):
         )
 
     def release_cached(self) -> None:
-        """Child: drop compiled programs and their constants; the next call compiles again.
+        """Child: drop compiled programs and their constants; the next call compiles again. Live arrays stay.
 
-        XLA's allocator keeps its regions until the process ends, so only memory of programs outside the
-        allocator goes back to the driver. Live arrays stay.
+        XLA's allocator keeps its regions until the process ends: only programs' memory outside it is released.
         """
         jax = _started_jax()
         if jax is not None:
@@ -133,13 +112,12 @@ class JaxAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce arrays to NumPy, on the CPU too, so that flows see one type."""
         jax = imported("jax", "Array")
-        if jax is None or not isinstance(value, jax.Array):
-            return NotImplemented
-        if not getattr(value, "is_fully_addressable", False):
+        is_array = jax is not None and isinstance(value, jax.Array)
+        if not is_array or not getattr(value, "is_fully_addressable", False):
             return NotImplemented
         if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
             value = jax.random.key_data(value)
-        return host_value, (import_module("numpy").asarray(value),)
+        return adapter.host_value, (import_module("numpy").asarray(value),)
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
@@ -156,7 +134,7 @@ class JaxAdapter(FrameworkAdapter):
 
 
 def _hold_cap(environ: MutableMapping[str, str], capped: Mapping[str, str | None]) -> None:
-    """Undo variables that the body set before its import of JAX and that would exceed the cap; a smaller fraction stays."""
+    """Undo variables of the body that would exceed the cap, set before its import of JAX; a smaller fraction stays."""
     undone = []
     for name, value in capped.items():
         asked = environ.get(name)

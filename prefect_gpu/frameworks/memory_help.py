@@ -4,8 +4,7 @@
     freed_bytes = release_cached()
     memory_snapshot("after-setup.pickle")
 
-All act on the calling process, and work outside a GPU task too. `scheduling.ladder` decides what follows an
-out-of-memory.
+All act on the calling process, and work outside a GPU task too.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 def release_cached() -> int:
     """Return the cached memory of frameworks to the driver.
 
-    Garbage is collected, caches are emptied, and garbage is collected again. Reachable tensors stay. PyTorch
-    and CuPy free their caches. JAX frees little, and compiles its programs again. TensorFlow and ONNX Runtime
-    free nothing.
+    Garbage is collected, caches are emptied, and garbage is collected again. Reachable tensors stay. PyTorch and CuPy
+    free their caches. JAX frees little, and compiles its programs again. TensorFlow and ONNX Runtime free nothing.
 
     Returns:
-        Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside
-        a GPU task, where the driver does not report it, and where nothing was freed.
+        Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside a GPU task, and if
+        the driver does not report it.
     """
     before = _read_own()
     gc.collect()
@@ -46,10 +44,9 @@ def release_cached() -> int:
 def memory_snapshot(path: str | os.PathLike[str]) -> bool:
     """Write PyTorch's memory snapshot to a file, to be opened at https://pytorch.org/memory_viz.
 
-    The file has each segment and block of PyTorch's allocator on all devices of the process. If
-    PyTorch records its allocations, the file also has their history with stacks: call
-    `torch.cuda.memory._record_memory_history()` first, or use `GPUTaskRunner(memory_snapshots=...)`,
-    which also writes a snapshot when a body fails with an out-of-memory.
+    The file has each segment and block of PyTorch's allocator on all devices of the process. If PyTorch records its
+    allocations, the file also has their history with stacks: call `torch.cuda.memory._record_memory_history()` first,
+    or use `GPUTaskRunner(memory_snapshots=...)`, which also writes a snapshot when a body fails with an out-of-memory.
 
     Args:
         path: The file. An existing file is replaced.
@@ -66,12 +63,12 @@ def memory_snapshot(path: str | os.PathLike[str]) -> bool:
 def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) -> int:
     """Find a batch size that fits, by trying `start`, its half, and so on.
 
-    The second process of a task run starts with half of `start`, the third with a quarter: sizes that
-    did not fit are not tried again. Caches are emptied between two tries.
+    The second process of a task run starts with half of `start`, the third with a quarter: sizes that did not fit are
+    not tried again. Caches are emptied between two tries.
 
     Args:
-        fn: Called with a batch size. It does the same work as the task: a whole training step, not the forward
-            pass alone. Its return value is ignored.
+        fn: Called with a batch size; its return value is ignored. It does the same work as the task: a whole training
+            step, not the forward pass alone.
         start: The largest size to try.
         least: The smallest size, which is tried last.
 

@@ -1,10 +1,9 @@
 """ONNX Runtime: capped by options that the task passes to its sessions.
 
-Each session has an arena of its own, limited by an option of its CUDA provider. There is no
-environment variable and no call for the whole process, so a task passes the options of
-`onnxruntime_provider_options` to each session. A session without these options has no cap. Each session with
-them has the whole limit. `OMP_NUM_THREADS` at most bounds the threads. Arenas cannot be read from Python: there
-are no counters, and reports have the driver's figures.
+Each session has an arena of its own, limited by an option of its CUDA provider. There is no environment variable and
+no call for the whole process, so a task passes the result of `onnxruntime_provider_options` to each session. Each of
+these sessions has the whole limit, other sessions have none. `OMP_NUM_THREADS` at most bounds the threads. Arenas
+cannot be read from Python: there are no counters, and reports have the driver's figures.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
 from prefect_gpu.units import MIB
 
-#: Bytes that the arena of a calibration may take: many times what its model needs, so that cuDNN
-#: can try every way to convolve.
+#: Most bytes of a calibration's arena: many times its model's need, so that cuDNN can try every way to convolve.
 CALIBRATION_ARENA_BYTES = 128 * MIB
 
-#: The model of a calibration, a file of this package. It uses cuBLAS, cuDNN and cuFFT, in both
-#: precisions where they have two, and runs on a GPU only. `onnx.save(onnx.parser.parse_model(TEXT),
-#: "calibration.onnx")` made it (onnx 1.23) from this text:
+#: The model of a calibration, a file of this package. It uses cuBLAS, cuDNN and cuFFT, in both precisions if they have
+#: two, and runs on a GPU only. `onnx.save(onnx.parser.parse_model(TEXT), "calibration.onnx")` made it (onnx 1.23) from:
 #:
 #:     <ir_version: 8, opset_import: ["": 17, "com.microsoft": 1]>
 #:     calibration (
@@ -55,21 +52,16 @@ _kept: list[Any] = []
 class OnnxRuntimeAdapter(FrameworkAdapter):
     """ONNX Runtime's CUDA provider, which has no environment variables and no counters.
 
-    `has_started` stays `False`: sessions cannot be listed. The driver is asked instead.
-    `release_cached` does nothing: an arena is freed with its session. A single run can shrink it:
-    `RunOptions` with `memory.enable_memory_arena_shrinkage`. `reduce_to_host` leaves every value:
-    sessions return NumPy arrays.
+    `has_started` stays `False`: sessions cannot be listed. The driver is asked instead. `release_cached` does nothing:
+    an arena is freed with its session, and a single run can shrink it (`RunOptions` with
+    `memory.enable_memory_arena_shrinkage`). `reduce_to_host` leaves every value: sessions return NumPy arrays.
     """
 
     name = "onnxruntime"
     module = "onnxruntime"
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: store the policy for the options; where a tag names it, check for a CUDA provider.
-
-        Raises:
-            FrameworkError: There is no CUDA provider, and ONNX Runtime would silently use the CPU.
-        """
+        """Child: store the policy for the options; if a tag names ONNX Runtime, check for a CUDA provider."""
         global _applied
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
@@ -86,13 +78,12 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
         """Child: load cuBLAS, cuDNN and cuFFT with a small model.
 
         Returns:
-            Bytes of the model's inputs and outputs in the arena. Its other memory (workspaces, 128 MiB at most)
-            is unknown and counts as context.
+            Bytes of the model's inputs and outputs. The arena's other memory (workspaces, 128 MiB at most) is unknown
+            and counts as context.
         """
         onnxruntime = import_module("onnxruntime")
-        session, inputs = calibration_session(
-            onnxruntime, provider_options(0, CALIBRATION_ARENA_BYTES)
-        )
+        options = provider_options(0, CALIBRATION_ARENA_BYTES)
+        session, inputs = calibration_session(onnxruntime, options)
         outputs = session.run(None, inputs)
         _kept.append(session)
         return sum(int(array.nbytes) for array in (*inputs.values(), *outputs))
@@ -105,10 +96,9 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
         providers = [("CUDAExecutionProvider", options)]
         session = onnxruntime.InferenceSession(path, providers=providers)
 
-    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by what
-    is asked for, not by powers of two as they do by default. ONNX Runtime cannot take an arena at
-    its start, so `gpu:allocation=all` is a limit here. There is no limit with `growth`, on devices
-    that are not GPUs, and outside a GPU task.
+    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by the requested size, not
+    by powers of two as by default. ONNX Runtime cannot take an arena at its start, so `gpu:allocation=all` is a limit
+    here. There is no limit with `growth`, on devices that are not GPUs, and outside a GPU task.
 
     Args:
         device: Which of the task's devices, from 0.
@@ -147,11 +137,7 @@ def calibration_model() -> bytes:
 
 
 def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any, dict[str, Any]]:
-    """Child: open a session of the calibration's model on a GPU.
-
-    Returns:
-        The session, and an input of ones for each name.
-    """
+    """Child: open a session of the calibration's model on a GPU; return it with an input of ones for each name."""
     if hasattr(onnxruntime, "preload_dlls"):
         # CUDA's libraries may be in Python packages, where the system does not look.
         onnxruntime.preload_dlls()

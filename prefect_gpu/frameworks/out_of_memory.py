@@ -1,8 +1,7 @@
 """Recognise an out-of-memory error of a device, its framework, and the size that was requested.
 
-Only classes and texts are read, so errors from another process are recognised, and no framework is imported.
-`scheduling.ladder` decides what follows. Host memory (`MemoryError`, `std::bad_alloc`) is not covered: more
-memory on a device would not help.
+Only classes and texts are read, so errors from another process are recognised, and no framework is imported. Host
+memory (`MemoryError`, `std::bad_alloc`) is not covered: more memory on a device does not help.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
-#: The framework of an error class, by the root of the class's module. The error's text is compared with the
-#: texts of that framework only.
+#: The framework of an error class, by the root of its module. Only texts of that framework are compared.
 _OWNERS: Final[Mapping[str, str]] = {
     "torch": "torch",
     "tensorflow": "tensorflow",
@@ -27,8 +25,7 @@ _OWNERS: Final[Mapping[str, str]] = {
     "onnxruntime": "onnxruntime",
 }
 
-#: Texts by framework and error class, in lower case. One of them must occur. The empty text occurs in every
-#: text.
+#: Texts by framework and error class, in lower case. One must occur; the empty text occurs in every text.
 _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch": {"OutOfMemoryError": ("",)},
     "tensorflow": {
@@ -47,21 +44,20 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             ("memoryallocation", "out of memory", "alloc_failed"),
         ),
     },
-    # The arena and the driver have no error class of their own. An arena in host memory raises the same error,
-    # which counts as a device's in a GPU task.
+    # The arena and the driver have no error class of their own. An arena in host memory raises the same error, which
+    # counts as a device's in a GPU task.
     "onnxruntime": dict.fromkeys(
         ("Fail", "RuntimeException", "EPFail"), ("failed to allocate memory", "out of memory")
     ),
 }
 
-#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses.
-#: The function catches an out-of-memory for each size down to one, and raises this error without a cause. It
-#: also catches cuDNN's "not supported" and shortage of host memory, so the error counts only if the allocator
-#: was refused memory.
+#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses. The
+#: function catches an out-of-memory for each size down to one, and raises this error without a cause. It also catches
+#: cuDNN's "not supported" and shortage of host memory, so the error counts only if the allocator was refused memory.
 NO_BATCH_SIZE: Final = "no executable batch size found"
 
-#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in
-#: this order, since messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
+#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in this
+#: order: messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "onnxruntime": (
         ("bfc_arena",),
@@ -73,14 +69,8 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     ),
     "tensorflow": (("oom when allocating tensor",),),
     # gRPC has the same status for a message that is too long.
-    "jax": (
-        ("resource_exhausted", "out of memory"),
-        ("resource_exhausted", "failed to allocate"),
-    ),
-    "cupy": (
-        ("out of memory allocating", "allocated so far"),
-        ("cudaerrormemoryallocation",),
-    ),
+    "jax": (("resource_exhausted", "out of memory"), ("resource_exhausted", "failed to allocate")),
+    "cupy": (("out of memory allocating", "allocated so far"), ("cudaerrormemoryallocation",)),
     "torch": (
         ("cuda out of memory",),
         ("cuda error: out of memory",),
@@ -104,16 +94,15 @@ _HOST = re.compile(
     r"std::bad_alloc|DefaultCPUAllocator|by allocator \w*(?:cpu|host)", re.IGNORECASE
 )
 
-#: Built-in classes of errors whose text is compared. `ValueError` and similar classes are about arguments,
-#: `MemoryError` about the host.
+#: Built-in classes of errors whose text is compared. `ValueError` and the like are about arguments.
 _PLAIN: Final = (RuntimeError, Exception, BaseException, object)
 
 
 def causes(error: BaseException, until: BaseException | None = None) -> Iterator[BaseException]:
     """Yield an error, its members if it is a group, and its causes and contexts, each once.
 
-    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left out, with
-    errors that are reached only through it.
+    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left out, with errors
+    that are reached only through it.
     """
     seen: set[int] = set() if until is None else {id(until)}
     waiting: list[BaseException] = [error]
@@ -147,16 +136,9 @@ def find_out_of_memory(
     frameworks: Collection[str] = _TEXTS.keys(),
     until: BaseException | None = None,
 ) -> tuple[BaseException, str] | None:
-    """Find an out-of-memory of a device in an error, its members and its causes.
+    """Return an out-of-memory of a device in an error, its members and its causes, and its framework.
 
-    Args:
-        error: Exception of a body.
-        frameworks: Names of the frameworks whose errors count.
-        until: See `causes`.
-
-    Returns:
-        The out-of-memory error, and its framework as in `gpu:framework=` (empty: a simulated device). `None`:
-        no such error.
+    The framework is one of `frameworks`, or empty for a simulated device. For `until` see `causes`.
     """
     for cause in causes(error, until):
         try:
@@ -171,13 +153,10 @@ def find_out_of_memory(
 
 
 def looks_out_of_memory(error: BaseException) -> str:
-    """Return the framework whose device ran out of memory, by an error's class and text.
+    """Return the framework whose device ran out of memory, by an error's class and text; empty: another error.
 
-    The causes of the error are not read. Errors that Keras, Lightning or a user raise, as their own
-    class or a `RuntimeError` with the framework's text inside, are recognised too.
-
-    Returns:
-        The framework, as in `gpu:framework=`; empty: another error.
+    The causes of the error are not read. Errors that Keras, Lightning or a user raise with the framework's text, as
+    their own class or a `RuntimeError`, are recognised too.
     """
     text = str(error).lower()
     on_host = _HOST.search(text) is not None
@@ -200,9 +179,9 @@ def looks_out_of_memory(error: BaseException) -> str:
     return ""
 
 
-#: The size in each framework's message: torch "Tried to allocate 2.00 GiB", JAX and TensorFlow
-#: "trying to allocate 5.00GiB" or "... 5368709120 bytes", CuPy "allocating 5,368,709,120 bytes",
-#: ONNX Runtime "requested buffer of size 5368709120" and "requested bytes of 5368709120".
+#: The size in each framework's message: torch "Tried to allocate 2.00 GiB", JAX and TensorFlow "trying to allocate
+#: 5.00GiB" or "... 5368709120 bytes", CuPy "allocating 5,368,709,120 bytes", ONNX Runtime "requested buffer of size
+#: 5368709120" and "requested bytes of 5368709120".
 _WANTED = re.compile(
     r"(?:tried to allocate|trying to allocate|out of memory allocating|failed to allocate|"
     r"buffer of size|requested bytes of)\s+(?:request for\s+)?([0-9][0-9.,]*)\s*"
@@ -246,13 +225,13 @@ def _parse_tensor_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """The facts about an out-of-memory on a device that its child knows. Bytes; `None`: unknown."""
+    """A child's facts about an out-of-memory on a device, in bytes; `None`: unknown."""
 
     #: Name of the framework; empty: no framework (a simulated device).
     framework: str
     #: Size of the failed allocation.
     wanted_bytes: int | None = None
-    #: Memory that the frameworks held from the driver; allocated memory, if they do not count that.
+    #: Memory that the frameworks hold from the driver; their allocated memory, if they do not count it.
     held_bytes: int | None = None
     #: Memory of this process, and free memory, on the fullest of its devices.
     process_bytes: int | None = None

@@ -1,8 +1,7 @@
 """The known frameworks, detection of the frameworks of a function, and their host memory.
 
-Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an
-import by name, a helper in another package). Contexts and standbys depend on it. Caps do not: `hooks` applies
-them to every imported framework.
+Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an import by
+name, a helper in another package). Contexts and standbys depend on it; caps hold for every imported framework.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import dis
 import functools
 import glob
+import importlib.util
 import inspect
 import os
 import re
@@ -27,27 +27,21 @@ from prefect_gpu.frameworks.tensorflow_adapter import TensorFlowAdapter
 from prefect_gpu.frameworks.torch_adapter import TorchAdapter
 from prefect_gpu.units import MIB
 
-#: Host memory that a child takes before its body begins, by framework, in addition to
-#: `HOST_BYTES_LEAST` for Python and Prefect: private bytes after a calibration, 16 cores, H200
-#: (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow 2.21, JAX 0.11, CuPy 14).
+#: Host memory that a child takes before its body begins, by framework, in addition to `HOST_BYTES_LEAST` for Python and
+#: Prefect: private bytes after a calibration, 16 cores, H200 (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow
+#: 2.21, JAX 0.11, CuPy 14).
 HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
 HOST_BYTES_LEAST = 78 * MIB
 
 #: Adapters by name in `gpu:framework=`; `none` has no adapter.
 ADAPTERS: Mapping[str, FrameworkAdapter] = {
-    adapter.name: adapter
-    for adapter in (
-        TorchAdapter(),
-        TensorFlowAdapter(),
-        JaxAdapter(),
-        CupyAdapter(),
-        OnnxRuntimeAdapter(),
-    )
+    kind.name: kind()
+    for kind in (TorchAdapter, TensorFlowAdapter, JaxAdapter, CupyAdapter, OnnxRuntimeAdapter)
 }
 
-#: Frameworks whose memory samples every few milliseconds can follow, since they allocate and free in step with
-#: the host's code. XLA and TensorFlow free an operation's memory as soon as the operation is queued, CuPy an
-#: expression's, so samples miss most of it (seen on an H200).
+#: Frameworks whose memory samples every few milliseconds can follow: they allocate and free in step with the host's
+#: code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples miss
+#: most of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
 #: Frameworks without a peak counter: the largest sample is used.
@@ -81,7 +75,6 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
 
-
 #: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of
 #: `functools.wraps`, of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
@@ -104,55 +97,48 @@ def framework_version(framework: str) -> str:
     import importlib.metadata
 
     for distribution in DISTRIBUTIONS.get(framework, ()):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ""
 
 
 def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]:
-    """Return which frameworks a function uses, by reading it.
+    """Return the names of the frameworks that a function uses, sorted, by reading it.
 
     Args:
         fn: A function, method, partial, callable object or Prefect task.
-        whole_modules: Count all imports of the functions' modules, used or not: a child imports
-            whole modules.
-
-    Returns:
-        Names as in `gpu:framework=`, sorted; empty: none found.
+        whole_modules: Count all imports of the functions' modules, used or not: a child imports whole modules.
     """
     roots = {module.partition(".")[0] for module in _Walk(whole_modules).modules(fn)}
     return tuple(sorted(set(ADAPTERS).intersection(map(framework_of, roots))))
 
 
 def framework_of(root: str) -> str:
-    """Return the framework of an import root, of Keras its backend; empty: the root belongs to none."""
+    """Return the framework of an import root, for Keras its backend; empty: no framework."""
     if root == "keras":
         return os.environ.get("KERAS_BACKEND", "tensorflow")
     return FRAMEWORK_BY_ROOT.get(root, "")
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """Return what unpickling a function and calling it imports, by reading it: its own module first.
+    """Return the imports of unpickling a function and calling it, by reading it: its own module first.
 
-    A function inside another one travels by value. Its own module is then imported only if the function refers to more
-    of it.
-
-    Args:
-        fn: See `detect_frameworks`.
+    A function inside another function travels by value. Its own module is imported only if it refers to more of it.
 
     Returns:
-        `package.module`, and `package:name,name` for `from package import name, name` inside
-        functions, where a name may be a module. They need not be importable.
+        `package.module`, and `package:name,name` for `from package import name, name` inside functions, where a name
+        may be a module. They need not be importable.
     """
-    inner = _innermost(fn)
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
     own = _text(getattr(inner, "__module__", None))
     reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
-    if isinstance(inner, FunctionType) and own in sys.modules and not _is_in_its_module(inner):
-        # Once for the function itself.
-        reached.remove(own)
-        own = ""
+    if isinstance(inner, FunctionType) and own in sys.modules:
+        if find_steps(find_in_namespace(own, inner.__qualname__), inner) is None:
+            # Once for the function itself.
+            reached.remove(own)
+            own = ""
     return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
 
 
@@ -166,13 +152,7 @@ def find_in_namespace(module: str, name: str) -> Any:
 
 
 def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[str, ...] | None:
-    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below.
-
-    Args:
-        found: The object, which may be the function.
-        wanted: The function.
-        left: Most decorators to look below.
-    """
+    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below."""
     if found is wanted:
         return ()
     for step in _BELOW if left else ():
@@ -186,28 +166,16 @@ def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[s
     return None
 
 
-def _is_in_its_module(fn: FunctionType) -> bool:
-    found = find_in_namespace(_text(fn.__module__), fn.__qualname__)
-    return found is not None and find_steps(found, fn) is not None
-
-
 def uses_prefect(fn: Any) -> bool:
     """Return whether a task's function, or code that it refers to, is known to import Prefect.
 
     `child.late_prefect` also handles imports that are not found here.
-
-    Args:
-        fn: See `detect_frameworks`.
     """
     return any(map(brings_prefect, needed_modules(fn)))
 
 
 def brings_prefect(entry: str) -> bool:
-    """Return whether an import is one of Prefect, or of a loaded module of the user's that has something of Prefect.
-
-    Args:
-        entry: An element of the result of `needed_modules`.
-    """
+    """Return whether an element of `needed_modules` is Prefect, or a user's loaded module with objects of Prefect."""
     module = entry.partition(":")[0]
     if module.partition(".")[0] == "prefect":
         return True
@@ -228,17 +196,11 @@ def _home(value: Any) -> Any:
     return type(value).__module__
 
 
-def _innermost(fn: Any) -> Any:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return fn
-
-
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 class _Walk:
-    """A walk over a function and the user's own functions and classes that it reaches."""
+    """A walk over a function and the user's functions and classes that it reaches."""
 
     def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
         self._whole_modules = whole_modules
@@ -246,7 +208,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def modules(self, value: Any) -> Iterator[str]:
-        """Yield every import, and the module of every function, class and object, that is reached."""
+        """Yield every reached import, and the module of every reached function, class and object."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -274,22 +236,19 @@ class _Walk:
     def _function(self, fn: FunctionType) -> Iterator[str]:
         if not is_users(fn.__module__):
             return
-        for code in _nested(fn.__code__):
+        for code in nested_code(fn.__code__):
             yield from _imports(code, fn.__globals__.get("__package__"), self._with_names)
             yield from self._all(
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
         for cell in fn.__closure__ or ():
-            try:
+            with contextlib.suppress(ValueError):  # An empty cell.
                 yield from self.modules(cell.cell_contents)
-            except ValueError:  # An empty cell.
-                continue
         yield from self._all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()))
         wrapped = inspect.getattr_static(fn, "__wrapped__", None)
         if wrapped is not None:
             yield from self.modules(wrapped)
-        # A function is pickled by reference to its module, which the child then imports whole. A function of
-        # `__main__` is pickled by value.
+        # A child imports the whole module of a function by reference. `__main__`'s functions are pickled by value.
         if self._whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
@@ -308,21 +267,18 @@ class _Walk:
 
     def _instance(self, value: Any) -> Iterator[str]:
         yield from self._class(type(value))
-        try:
-            fields = object.__getattribute__(value, "__dict__")
-        except AttributeError:
-            return
         # A Prefect task holds its function as `fn`.
-        inner = fields.get("fn")
+        inner = inspect.getattr_static(value, "fn", None)
         if isinstance(inner, (FunctionType, MethodType, functools.partial)):
             yield from self.modules(inner)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions inside."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested_code(constant)
 
 
 def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[str]:
@@ -334,14 +290,12 @@ def _imports(code: CodeType, package: str | None, with_names: bool) -> Iterator[
             continue
         # The compiler loads the level (of a relative import) and the names just before.
         level, names = (i.argval for i in instructions[index - 2 : index])
-        module = instruction.argval
-        if level:
-            parents = (package or "").split(".")
-            parents = parents[: len(parents) - level + 1]
-            module = ".".join([*parents, module] if module else parents)
-        if module:
-            wanted = (names or ()) if with_names else ()
-            yield f"{module}:{','.join(wanted)}" if wanted else module
+        try:
+            module = importlib.util.resolve_name("." * level + instruction.argval, package)
+        except ImportError:  # A relative import outside a package.
+            continue
+        wanted = (names or ()) if with_names else ()
+        yield f"{module}:{','.join(wanted)}" if wanted else module
 
 
 def _text(name: Any) -> str:
@@ -354,9 +308,7 @@ def is_users(module: str | None) -> bool:
     root = _text(module).partition(".")[0]
     if root == "__main__":
         return True
-    if root in sys.stdlib_module_names or root in FRAMEWORK_BY_ROOT:
-        return False
-    if root in ("keras", "prefect_gpu"):
+    if root in {*sys.stdlib_module_names, *FRAMEWORK_BY_ROOT, "keras", "prefect_gpu"}:
         return False
     spec = look_at(root, "__spec__")
     # A package's folders, or a module's file.
@@ -367,9 +319,8 @@ def is_users(module: str | None) -> bool:
 def _is_installed(root: str, place: str) -> bool:
     """Return whether an installer put a module where it is."""
     # `dist-packages` is Debian's name, which many GPU containers have.
-    if "site-packages" in place or "dist-packages" in place:
-        return True
-    return root in _installed_in(os.path.dirname(place))
+    by_name = "site-packages" in place or "dist-packages" in place
+    return by_name or root in _installed_in(os.path.dirname(place))
 
 
 @functools.cache

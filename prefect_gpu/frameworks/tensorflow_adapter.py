@@ -1,55 +1,69 @@
 """TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
 
-TensorFlow fixes its devices when its runtime starts (the first operation). Unless the program itself asks for
-growth, TensorFlow then takes its limit whole, so `allocation=limit` and `allocation=all` differ only in the
-time. `tensorflow_devices` enforces limits.
+TensorFlow fixes its devices when its runtime starts (the first operation). It then takes its limit whole, unless the
+program asks for growth: `allocation=limit` and `allocation=all` differ only in the time.
+
+A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each TensorFlow 1
+session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available` calls. All pass the
+options to functions of TensorFlow's C interface, which `hold_caps` replaces. TensorFlow keeps one allocator for each
+logical device for the life of the process: the first to open a device fixes its size and its growth. C++ code that
+opens a device by itself, before any of these, is not covered.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import pickle
+from collections.abc import Callable
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from prefect_gpu.errors import FrameworkError
-from prefect_gpu.frameworks.adapter import (
-    Counters,
-    FrameworkAdapter,
-    FrameworkPolicy,
-    host_value,
-    imported,
+from prefect_gpu.frameworks import adapter
+from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, host_value, imported
+from prefect_gpu.units import MIB, format_bytes
+
+logger = logging.getLogger(__name__)
+
+#: Values of `TF_GPU_ALLOCATOR` that pass each allocation to the driver, without a limit.
+UNLIMITED_ALLOCATORS = ("cuda_malloc", "cuda_malloc_async")
+
+#: Warnings about options of a program.
+_LOWERED = (
+    "TensorFlow: %s, this task's cap: its budget less the CUDA context; gpu:memory states a larger "
+    "budget, gpu:allocation=growth sets no cap"
 )
-from prefect_gpu.frameworks.tensorflow_devices import hold_caps
-from prefect_gpu.units import MIB
+_UNLIMITED = (
+    "TensorFlow: %s is not used, since that allocator has no limit and would pass this task's cap; "
+    "gpu:allocation=growth sets no cap"
+)
 
 
-class TensorFlowAdapter(FrameworkAdapter):
-    """TensorFlow on CUDA devices; on the host only its threads are set.
-
-    `release_cached` does nothing: TensorFlow keeps its regions until the process ends.
-    """
+class TensorFlowAdapter(adapter.FrameworkAdapter):
+    """TensorFlow on CUDA devices; on the host only its threads are set. It keeps its regions until the process ends."""
 
     name = "tensorflow"
     module = "tensorflow"
     # Otherwise each process writes three lines about oneDNN and the processor (2.21).
     default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
+    # Read when its runtime starts; the level of its log at any time.
+    late_variables = (
+        "TF_CPP_MIN_LOG_LEVEL",
+        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "TF_NUM_INTRAOP_THREADS",
+        "TF_NUM_INTEROP_THREADS",
+    )
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return growth. Under a cap an inherited growth is removed.
-
-        `TF_FORCE_GPU_ALLOW_GROWTH` overrides settings of the program.
-        """
+        """Return growth, which overrides settings of the program. Under a cap an inherited growth is removed."""
         growth = policy.cap_bytes(self.name) is None
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: configure devices and threads before TensorFlow's runtime starts.
-
-        Raises:
-            FrameworkError: TensorFlow sees other devices than the allotted ones, and would silently use the
-                CPU, or its runtime has started already.
-        """
+        """Child: configure devices and threads before TensorFlow's runtime starts; refuse a started runtime."""
         tf = import_module("tensorflow")
         try:
             _bound_threads(tf, policy.cpus)
@@ -60,15 +74,6 @@ class TensorFlowAdapter(FrameworkAdapter):
                 self.name,
                 f"refused the policy ({error}); its runtime must not start before the task's body",
             ) from error
-
-    def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for variables that TensorFlow reads when its runtime starts, and for the level of its log."""
-        return name in (
-            "TF_CPP_MIN_LOG_LEVEL",
-            "TF_FORCE_GPU_ALLOW_GROWTH",
-            "TF_NUM_INTRAOP_THREADS",
-            "TF_NUM_INTEROP_THREADS",
-        )
 
     def has_started(self) -> bool:
         """Child: return whether the runtime has started, which fixes devices and threads."""
@@ -93,11 +98,7 @@ class TensorFlowAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
 
-        An error of a session travels without its operation.
-
-        Raises:
-            pickle.PicklingError: A Keras model in a child with a GPU: rebuilding it in the parent
-                would start TensorFlow there and take the GPU's memory.
+        An error of a session travels without its operation. `_reduce_keras` refuses Keras models.
         """
         tf = imported("tensorflow", "Tensor", "Variable", "config", "errors")
         if tf is None:
@@ -106,18 +107,16 @@ class TensorFlowAdapter(FrameworkAdapter):
             # A session's error names an operation, which belongs to a graph of this process.
             make, arguments = value.__reduce__()
             return make, tuple(None if each is value.op else each for each in arguments)
-        if isinstance(value, tf.Tensor) and hasattr(value, "numpy"):
-            return host_value, (value.numpy(),)
-        if isinstance(value, tf.Variable):
+        if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):
             return host_value, (value.numpy(),)
         return _reduce_keras(tf, value)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT. Needs growth.
+        """Child: load cuBLAS, cuDNN and cuFFT; needs growth.
 
         Returns:
-            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports
-            nothing else, and never returns memory.
+            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports no other figure, and
+            never returns memory.
         """
         tf = import_module("tensorflow")
         with tf.device("GPU:0"):
@@ -135,19 +134,17 @@ class TensorFlowAdapter(FrameworkAdapter):
 
     def _configure_devices(self, tf: Any, policy: FrameworkPolicy) -> None:
         gpus = tf.config.list_physical_devices("GPU")
-        allotted = len(policy.device_uuids)
-        if len(gpus) != allotted:
-            why = (
-                "GPU libraries (CUDA, cuDNN) that it could not open, which it says in a log line"
-                if tf.test.is_built_with_cuda()
-                else "a build without CUDA"
-            )
-            raise FrameworkError(
-                self.name,
-                f"{allotted} GPU(s) allotted, {len(gpus)} found, so it would silently use the CPU; "
-                f"the likely reason is {why}; install tensorflow[and-cuda], or name what the task "
-                f"uses on the GPU with gpu:framework",
-            )
+        why = (
+            "GPU libraries (CUDA, cuDNN) that it could not open, which it says in a log line"
+            if tf.test.is_built_with_cuda()
+            else "a build without CUDA"
+        )
+        self.check_devices(
+            policy,
+            len(gpus),
+            f", so it would silently use the CPU; the likely reason is {why}; install "
+            f"tensorflow[and-cuda], or name what the task uses on the GPU with gpu:framework",
+        )
         if self.has_started():
             raise RuntimeError("its GPUs are open")
         hold_caps(policy.cap_bytes(self.name), policy.total_bytes)
@@ -157,10 +154,9 @@ class TensorFlowAdapter(FrameworkAdapter):
 
 def _bound_threads(tf: Any, cpus: int) -> None:
     threading = tf.config.threading
-    if threading.get_intra_op_parallelism_threads() != cpus:
-        threading.set_intra_op_parallelism_threads(cpus)
-    if threading.get_inter_op_parallelism_threads() != cpus:
-        threading.set_inter_op_parallelism_threads(cpus)
+    for kind in ("intra", "inter"):
+        if getattr(threading, f"get_{kind}_op_parallelism_threads")() != cpus:
+            getattr(threading, f"set_{kind}_op_parallelism_threads")(cpus)
 
 
 def _start_devices(tf: Any, count: int) -> None:  # needs a GPU
@@ -179,10 +175,7 @@ def _started_tensorflow() -> Any:
 
 
 def reduce_traced(value: Any) -> Any:
-    """Return a pickle reduction that makes a `tf.function` anew of its Python function, or `NotImplemented`.
-
-    What it has traced belongs to this process.
-    """
+    """Return a pickle reduction that traces a `tf.function` anew from its Python function, or `NotImplemented`."""
     if type(value).__name__ != "Function" or not hasattr(value, "python_function"):
         return NotImplemented
     options = {
@@ -198,6 +191,7 @@ def _trace(function: Any, options: dict[str, Any]) -> Any:
 
 
 def _reduce_keras(tf: Any, value: Any) -> Any:
+    """Refuse a Keras model in a child with a GPU: rebuilding it would start TensorFlow in the parent."""
     keras = imported("keras", "Variable", "Model", "backend")
     if keras is None or keras.backend.backend() != "tensorflow":
         return NotImplemented
@@ -209,3 +203,168 @@ def _reduce_keras(tf: Any, value: Any) -> Any:
             "GPU's memory: return model.get_weights(), or model.save(path) and the path"
         )
     return NotImplemented
+
+
+# Caps.
+
+
+def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
+    """Apply the caps to every way to open GPUs in this process, or growth without caps (`None`)."""
+    bound = _Bounds(caps, total_bytes).apply
+    parse_config = import_module("tensorflow.core.protobuf.config_pb2").ConfigProto.FromString
+    server_module = import_module("tensorflow.core.protobuf.tensorflow_server_pb2")
+
+    def bound_serialized(config: bytes | None) -> bytes:
+        serialized: bytes = bound(parse_config(config or b"")).SerializeToString()
+        return serialized
+
+    def new_session(call: Callable[..., Any], target: Any = None, config: Any = None) -> Any:
+        # With a target, the server has opened the devices.
+        return call(target, config if target or config is None else bound(config))
+
+    def set_context_config(call: Callable[..., Any], options: Any, config: bytes) -> Any:
+        return call(options, bound_serialized(config))
+
+    def list_devices(call: Callable[..., Any], config: bytes | None = None) -> Any:
+        return call(bound_serialized(config))
+
+    def new_server(call: Callable[..., Any], serialized: bytes) -> Any:
+        server = server_module.ServerDef.FromString(serialized)
+        server.default_session_config.CopyFrom(bound(server.default_session_config))
+        return call(server.SerializeToString())
+
+    def new_cluster(call: Callable[..., Any], *settings: Any) -> Any:
+        # Grappler opens devices without options, so it must find them open.
+        import_module("tensorflow.python.eager.context").ensure_initialized()
+        return call(*settings)
+
+    session = "client.pywrap_tf_session"
+    for module, name, replacement in (
+        (session, "TF_NewSessionOptions", new_session),
+        (session, "TF_NewServer", new_server),
+        ("pywrap_tfe", "TFE_ContextOptionsSetConfig", set_context_config),
+        ("client._pywrap_device_lib", "list_devices", list_devices),
+        ("grappler._pywrap_tf_cluster", "TF_NewCluster", new_cluster),
+    ):
+        try:
+            _replace(f"tensorflow.python.{module}", name, replacement)
+        except (ImportError, AttributeError) as error:
+            # Without a cap the replacement only sets growth, which a variable sets too.
+            if caps is not None:
+                version = getattr(import_module("tensorflow"), "__version__", "of this version")
+                raise FrameworkError(
+                    "tensorflow",
+                    f"TensorFlow {version} has no {module}.{name}, through which it opens GPUs, so its memory "
+                    f"cannot be limited; use 2.21, with which this was tested, or gpu:allocation=growth",
+                ) from error
+
+
+def _replace(module_name: str, name: str, replacement: Callable[..., Any]) -> None:
+    module = import_module(module_name)
+    call = getattr(module, name)
+    # The function may have the replacement of a standby's policy.
+    call = getattr(call, "__wrapped__", call)
+    setattr(module, name, functools.wraps(call)(functools.partial(replacement, call)))
+
+
+class _Bounds:
+    def __init__(self, caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
+        self._caps = caps
+        self._total_bytes = total_bytes
+        #: Number of logical devices with which each device was first opened.
+        self._opened: dict[int, int] = {}
+        self._warned: set[str] = set()
+
+    def apply(self, config: Any) -> Any:
+        """Return a copy of a `ConfigProto` that keeps to the caps, or raise `FrameworkError`: see `_bound_split`."""
+        bounded = type(config)()
+        bounded.CopyFrom(config)
+        options = bounded.gpu_options
+        if self._caps is None:
+            options.allow_growth = True
+            return bounded
+        split_devices = options.experimental.virtual_devices
+        devices = _visible_devices(bounded, len(self._caps))
+        if devices is None or len(split_devices) not in (0, len(devices)):
+            # TensorFlow refuses it.
+            return bounded
+        if not split_devices:
+            for device in devices:
+                split_devices.add(memory_limit_mb=self._limits_of(options, device))
+            # The number must be that of the program's visible devices.
+            options.visible_device_list = ",".join(map(str, devices))
+            # TensorFlow refuses both together. The fraction is no cap: `gpu_system_memory_size_in_mb` and
+            # `TF_DEVICE_MIN_SYS_MEMORY_IN_MB` override it, and above 1 it means managed memory.
+            options.ClearField("per_process_gpu_memory_fraction")
+        for device, split in zip(devices, split_devices, strict=True):
+            self._bound_split(device, split)
+        self._refuse_unlimited(options.experimental)
+        return bounded
+
+    def _limits_of(self, options: Any, device: int) -> list[float]:
+        """Return the MiB of each logical device that a program asks for without a split."""
+        assert self._caps is not None
+        pieces = max(1, options.experimental.num_virtual_devices_per_gpu)
+        fraction = options.per_process_gpu_memory_fraction
+        most = self._caps[device]
+        # 0 means all memory: a program that names no fraction gets no warning.
+        asked = fraction * self._total_bytes[device] if fraction > 0 else most
+        if asked > most:
+            used = most / self._total_bytes[device]
+            self._warn_once(
+                _LOWERED,
+                f"per_process_gpu_memory_fraction={fraction:g} is {format_bytes(int(asked))} of this GPU; "
+                f"{used:.3g} ({format_bytes(most)}) is used",
+            )
+        return [min(asked, most) / pieces / MIB] * pieces
+
+    def _bound_split(self, device: int, split: Any) -> None:
+        assert self._caps is not None
+        most = max(1, self._caps[device] // MIB)
+        limits = [max(1, int(limit)) for limit in split.memory_limit_mb] or [most]
+        if sum(limits) > most:
+            self._warn_once(
+                _LOWERED,
+                f"logical devices of {format_bytes(sum(limits) * MIB)} on one GPU; "
+                f"{format_bytes(most * MIB)} is used",
+            )
+        scale = min(1.0, most / sum(limits))
+        split.memory_limit_mb[:] = [max(1, int(limit * scale)) for limit in limits]
+        opened = self._opened.setdefault(device, len(limits))
+        if len(limits) > opened:
+            raise FrameworkError(
+                "tensorflow",
+                f"GPU {device} cannot be split into {len(limits)} logical devices: this process has opened "
+                f"it as {opened}, which keep their memory, so that all together would pass the cap; split "
+                f"it where it is first used, with tf.config.set_logical_device_configuration or in the "
+                f"first session, or use gpu:allocation=growth",
+            )
+
+    def _refuse_unlimited(self, experimental: Any) -> None:
+        named = os.environ.get("TF_GPU_ALLOCATOR", "")
+        if named in UNLIMITED_ALLOCATORS:
+            # TensorFlow reads it when it makes the allocator, which is next.
+            del os.environ["TF_GPU_ALLOCATOR"]
+            self._warn_once(_UNLIMITED, f"TF_GPU_ALLOCATOR={named}")
+        if experimental.use_cuda_malloc_async:
+            experimental.use_cuda_malloc_async = False
+            self._warn_once(_UNLIMITED, "use_cuda_malloc_async=True")
+
+    def _warn_once(self, template: str, text: str) -> None:
+        """Log the first warning of its kind in this process."""
+        if template not in self._warned:
+            self._warned.add(template)
+            logger.warning(template, text)
+
+
+def _visible_devices(config: Any, allotted: int) -> list[int] | None:
+    """Return the devices that a program shows itself; `None`: its list is wrong."""
+    named = config.gpu_options.visible_device_list
+    try:
+        devices = [int(index) for index in named.split(",")] if named else list(range(allotted))
+    except ValueError:
+        return None
+    if any(not 0 <= device < allotted for device in devices):
+        return None
+    most = config.device_count.get("GPU", -1)
+    return devices[:most] if most >= 0 else devices

@@ -1,7 +1,7 @@
 """PyTorch: cap, allocator options, threads, counters, traces, storages to the host.
 
-Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from the driver
-directly, so a cap is the budget minus the context.
+Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from the driver directly,
+so a cap is the budget minus the context.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import gc
 import io
 import math
+import operator
 import os
 import re
 import sys
@@ -28,25 +29,26 @@ from prefect_gpu.frameworks.adapter import (
     FrameworkAdapter,
     FrameworkPolicy,
     imported,
+    options_without,
 )
 from prefect_gpu.units import MIB
 
-#: Bytes of the cap that `allocation=all` does not take. Otherwise the first small tensor would need a new 2 MiB
-#: segment over the cap, and the allocator would free the whole cache to get it.
+#: Bytes of the cap that `allocation=all` leaves for the first small tensor. It needs a new 2 MiB segment: over the cap
+#: the allocator would free the whole cache to get it.
 ALL_MARGIN_BYTES = 64 * MIB
 
 #: Bytes to which PyTorch rounds a large block (`kRoundLarge` of its caching allocator).
 LARGE_BLOCK_BYTES = 2 * MIB
 
-#: Bytes from which a storage in host memory travels as a buffer: a whole part of a value
-#: (`values.transport.FILE_BYTES`). PyTorch pickles a smaller one itself, so that it can be resized.
+#: Bytes from which a storage in host memory travels as a buffer, as `values.transport.FILE_BYTES`. PyTorch pickles a
+#: smaller one itself, so that it can be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
 #: First release seen to know the option `per_process_memory_fraction`. Older releases refuse unknown options.
 SUBPROCESS_CAP_VERSION = (2, 11)
 
-#: Most events of each device in a trace; a block has three in its life. Reading 150 takes 0.5 ms, 20,000 take 8
-#: (H200, PyTorch 2.11, 2026-11-21). A step with more events has no traced peak.
+#: Most events of each device in a trace; a block has three. Reading 150 takes 0.5 ms, 20,000 take 8 (H200,
+#: PyTorch 2.11, 2026-11-21). A step with more events has no traced peak.
 MAX_EVENTS = 50_000
 
 #: Most events of each device in a snapshot, as in PyTorch's own examples: a file of 6 MiB (PyTorch 2.11).
@@ -57,7 +59,6 @@ BLOCK_BYTES = 512
 
 #: Functions in `torch._C` that switch recording on and off. All public functions call one of them.
 _SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
-
 
 _captures = CaptureWatch()
 
@@ -86,34 +87,32 @@ class TorchAdapter(FrameworkAdapter):
 
         All devices have one fraction: the smallest. This process has the exact caps of `_cap_devices`.
         """
-        caps = policy.cap_bytes(self.name)
-        if caps is None or not policy.caching or _installed_version() < SUBPROCESS_CAP_VERSION:
+        fraction = policy.cap_fraction(self.name)
+        if fraction is None or not policy.caching or _installed_version() < SUBPROCESS_CAP_VERSION:
             return
-        fraction = min(cap / total for cap, total in zip(caps, policy.total_bytes, strict=True))
         environ[SUBPROCESS_CAP] = option = f"per_process_memory_fraction:{fraction:.6f}"
         # PyTorch reads the first variable that is set.
-        names = [name for name in ALLOCATOR_VARIABLES if name in environ] or ALLOCATOR_VARIABLES[
-            -1:
-        ]
-        for name in names:
-            options = [
-                part for part in environ.get(name, "").split(",") if part not in ("", option)
-            ]
-            environ[name] = ",".join([*options, option])
+        names = [name for name in ALLOCATOR_VARIABLES if name in environ]
+        for name in names or ALLOCATOR_VARIABLES[-1:]:
+            environ[name] = ",".join([*options_without(option, environ.get(name, "")), option])
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: bound the threads now, and the memory as soon as CUDA starts.
-
-        Only `allocation=all` starts CUDA here.
-
-        Raises:
-            FrameworkError: PyTorch sees other devices than the allotted ones, or refuses the policy.
-        """
+        """Child: bound the threads now, and the memory when CUDA starts. Only `allocation=all` starts CUDA here."""
         torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
         if policy.device_kind != "nvml":
             return
-        self._check_devices(torch, len(policy.device_uuids))
+        # PyTorch counts through NVML, without a context.
+        why = (
+            "this PyTorch is built without CUDA"
+            if torch.version.cuda is None
+            else "its CUDA libraries may be missing or newer than the driver"
+        )
+        self.check_devices(
+            policy,
+            torch.cuda.device_count(),
+            f": {why}; install a build for this driver, or name what the task uses on the GPU with gpu:framework",
+        )
         _watch_captures(torch)
         if policy.snapshot_path:
             torch.cuda._lazy_call(lambda: record_history(torch))
@@ -126,8 +125,8 @@ class TorchAdapter(FrameworkAdapter):
                 "gpu:caching=off disables the cap that gpu:allocation="
                 f"{policy.allocation} asks for; use gpu:allocation=growth with it",
             )
-        # `_lazy_call` queues until CUDA is initialised, as `torch.cuda.manual_seed` does; private,
-        # but there since 1.0. In 2.13 the public setter initialises CUDA at once (0.3 s).
+        # `_lazy_call` queues until CUDA is initialised, as `torch.cuda.manual_seed` does; private, but there since 1.0.
+        # In 2.13 the public setter initialises CUDA at once (0.3 s).
         torch.cuda._lazy_call(lambda: _cap_devices(torch, caps))
         # The body may have set options of its own before it imported PyTorch.
         self.cap_subprocesses(policy, os.environ)
@@ -135,10 +134,10 @@ class TorchAdapter(FrameworkAdapter):
             _take_all(torch, caps)
 
     def standby_environment(self) -> dict[str, str]:
-        """Return the variable that makes `torch.cuda.is_available()` ask NVML.
+        """Return the variable that makes `torch.cuda.is_available()` ask NVML: modules call that function at import.
 
-        Modules call that function at import. By default it initialises the driver, which fixes the devices.
-        `device_count` always asks NVML, and neither answer is cached before CUDA starts (2.6 to 2.13).
+        By default it initialises the driver, which fixes the devices. `device_count` always asks NVML, and neither
+        answer is cached before CUDA starts (2.6 to 2.13).
         """
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
@@ -157,36 +156,21 @@ class TorchAdapter(FrameworkAdapter):
         cuda = _started_cuda()
         if cuda is None:
             return None
-        stats = [cuda.memory_stats(index) for index in range(cuda.device_count())]
+        # Without the flattening of `memory_stats`: a thread reads them every few milliseconds.
+        stats = [cuda.memory_stats_as_nested_dict(i) for i in range(cuda.device_count())]
 
-        def total(key: str) -> int:
-            return sum(int(device.get(key, 0)) for device in stats)
+        def total(kind: str, which: str) -> int:
+            return sum(int(device[kind]["all"][which]) for device in stats if device)
 
         return Counters(
-            live_bytes=total("allocated_bytes.all.current"),
-            reserved_bytes=total("reserved_bytes.all.current"),
-            peak_live_bytes=total("allocated_bytes.all.peak"),
-            peak_reserved_bytes=total("reserved_bytes.all.peak"),
-            alloc_retries=total("num_alloc_retries"),
+            live_bytes=total("allocated_bytes", "current"),
+            reserved_bytes=total("reserved_bytes", "current"),
+            peak_live_bytes=total("allocated_bytes", "peak"),
+            peak_reserved_bytes=total("reserved_bytes", "peak"),
+            alloc_retries=sum(int(device["num_alloc_retries"]) for device in stats if device),
             # The driver's own pool does not count freed bytes, and reports 0.
-            freed_bytes=(
-                total("reserved_bytes.all.freed")
-                if cuda.get_allocator_backend() == "native"
-                else None
-            ),
+            freed_bytes=total("reserved_bytes", "freed") if _is_native(cuda) else None,
         )
-
-    def sample(self) -> tuple[int, int] | None:
-        """Child: read two of the counters, without the flattening that `memory_stats` does."""
-        cuda = _started_cuda()
-        if cuda is None:
-            return None
-        live_bytes = retries = 0
-        for index in range(cuda.device_count()):
-            stats = cuda.memory_stats_as_nested_dict(index)
-            live_bytes += stats["allocated_bytes"]["all"]["current"]
-            retries += stats["num_alloc_retries"]
-        return live_bytes, retries
 
     def begin_trace(self) -> EndTrace | None:
         """Child: record allocations of the caching allocator, unless a recording is running."""
@@ -217,13 +201,13 @@ class TorchAdapter(FrameworkAdapter):
         """Child: empty the caching allocator's cache, unless a CUDA graph is being captured.
 
         During a capture on another thread `empty_cache` depends on the release: it raises, or does nothing
-        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So
-        captures are counted. If it raises (also within `torch.cuda.use_mem_pool`), it has released nothing.
-        Blocks of a captured graph are in a pool of their own, which is not emptied. The other allocator,
-        `cudaMallocAsync`, waits for all of the device first, which invalidates any capture.
+        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So captures are
+        counted. If it raises (also within `torch.cuda.use_mem_pool`), it has released nothing. Blocks of a captured
+        graph are in a pool of their own, which is not emptied. The other allocator, `cudaMallocAsync`, first waits for
+        the whole device, which invalidates any capture.
         """
         cuda = _started_cuda()
-        if cuda is None or cuda.get_allocator_backend() != "native":
+        if cuda is None or not _is_native(cuda):
             return
         with _captures.none_begins() as none_is:
             if none_is:
@@ -232,25 +216,13 @@ class TorchAdapter(FrameworkAdapter):
     def reduce_to_host(self, value: Any) -> Any:
         """Child: copy a CUDA storage to the host; reduce bare and large storages better than pickle.
 
-        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only
-        storages keeps their class, strides and `requires_grad`. A tensor wraps its storage in a new
-        `TypedStorage` each time it is pickled (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps
-        shared memory shared.
+        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only storages keeps
+        their class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it is
+        pickled (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps shared memory shared.
         """
-        torch = imported("torch", "storage")
-        if torch is None:
-            return NotImplemented
-        storage = torch.storage
-        if isinstance(value, storage.TypedStorage):
-            untyped = value._untyped_storage
-            if untyped.device.type != "cuda" and not _is_large(untyped):
-                return NotImplemented
-            return _rebuild_typed, (untyped, value.dtype)
-        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) in a way that
-        # cannot be unpickled (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
-        if isinstance(value, storage.UntypedStorage) and value.device.type in ("cuda", "cpu"):
-            return reduce_storage(value)
-        return NotImplemented
+        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it cannot be unpickled
+        # (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
+        return _reduce(value, typed_on=("cuda",), untyped_on=("cuda", "cpu"))
 
     def calibrate(self) -> int:
         """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return the bytes that it still holds."""
@@ -270,42 +242,34 @@ class TorchAdapter(FrameworkAdapter):
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(0))
 
-    def _check_devices(self, torch: Any, allotted: int) -> None:
-        # PyTorch counts through NVML, without a context.
-        found = torch.cuda.device_count()
-        if found != allotted:
-            why = (
-                "this PyTorch is built without CUDA"
-                if torch.version.cuda is None
-                else "its CUDA libraries may be missing or newer than the driver"
-            )
-            raise FrameworkError(
-                self.name,
-                f"{allotted} GPU(s) allotted, {found} found: {why}; install a build for this "
-                f"driver, or name what the task uses on the GPU with gpu:framework",
-            )
-
 
 def reduce_large(value: Any) -> Any:
     """Parent: return a pickle reduction of a large storage in host memory without copying its bytes.
 
     PyTorch's own reduction copies the bytes twice. It still reduces CUDA storages, which arrive on a device.
     """
+    return _reduce(value)
+
+
+def _reduce(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] = ()) -> Any:
+    """Return a pickle reduction of a storage that is large and on the host, or on one of some types of devices."""
     torch = imported("torch", "storage")
     if torch is None:
         return NotImplemented
-    storage = torch.storage
-    if isinstance(value, storage.TypedStorage) and _is_large(value._untyped_storage):
-        return _rebuild_typed, (value._untyped_storage, value.dtype)
-    if isinstance(value, storage.UntypedStorage) and _is_large(value):
-        return reduce_storage(value)
+    if isinstance(value, torch.storage.TypedStorage):
+        untyped = value._untyped_storage
+        if untyped.device.type in typed_on or _is_large(untyped):
+            return _rebuild_typed, (untyped, value.dtype)
+    elif isinstance(value, torch.storage.UntypedStorage):
+        if value.device.type in untyped_on or _is_large(value):
+            return reduce_storage(value)
     return NotImplemented
 
 
 def reduce_compiled(value: Any) -> Any:
-    """Return a pickle reduction that compiles a function anew from its original, or `NotImplemented`.
+    """Return a pickle reduction of a compiled or scripted function, scripted module or operator, or `NotImplemented`.
 
-    For functions under `torch.compile` and `torch.jit.script`, and for scripted modules. Operators travel by their names.
+    Functions are compiled anew from their originals. Operators travel by their names.
     """
     original = getattr(value, "_torchdynamo_orig_callable", None)
     if original is not None:
@@ -320,12 +284,12 @@ def reduce_compiled(value: Any) -> Any:
             "fullgraph": bool(getattr(context, "fullgraph", False)),
             "dynamic": getattr(context, "_dynamic", None),
         }
-        return _compile, (original, options)
+        return _call, ("compile", (original,), options)
     if type(value).__module__ == "torch._ops":
         return _reduce_operator(value)
     if type(value).__name__.endswith("ScriptFunction"):
         original = getattr(value, "_torchdynamo_inline", None)
-        return NotImplemented if original is None else (_script, (original,))
+        return NotImplemented if original is None else (_call, ("jit.script", (original,), {}))
     if type(value).__name__ == "RecursiveScriptModule":
         buffer = io.BytesIO()
         import_module("torch").jit.save(value, buffer)
@@ -342,22 +306,15 @@ def _reduce_operator(value: Any) -> Any:
         "OpOverloadPacket": tuple(name.split("::")),
         "OpOverload": (*name.split("::"), getattr(value, "_overloadname", "")),
     }.get(type(value).__name__)
-    return NotImplemented if names is None else (_find_operator, names)
+    return NotImplemented if names is None else (_find, (".".join(["ops", *names]),))
 
 
-def _find_operator(*names: str) -> Any:
-    found = import_module("torch").ops
-    for name in names:
-        found = getattr(found, name)
-    return found
+def _find(path: str) -> Any:
+    return operator.attrgetter(path)(import_module("torch"))
 
 
-def _compile(function: Any, options: dict[str, Any]) -> Any:
-    return import_module("torch").compile(function, **options)
-
-
-def _script(function: Any) -> Any:
-    return import_module("torch").jit.script(function)
+def _call(path: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return _find(path)(*arguments, **options)
 
 
 def _load_scripted(data: bytes) -> Any:
@@ -379,8 +336,8 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: return a storage in host memory over `data`, bytes or a NumPy array of them."""
-    # Of type `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
+    """Parent: return a storage in host memory over bytes or a NumPy array of bytes."""
+    # `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     torch = import_module("torch")
     if len(data) == 0:
         return _typed(torch, torch.UntypedStorage(0), torch.uint8)
@@ -409,21 +366,17 @@ def _backend(options: str | None) -> str:
 
 def _bound_threads(torch: Any, cpus: int) -> None:
     torch.set_num_threads(cpus)
-    if torch.get_num_interop_threads() == cpus:
-        return
-    try:
-        torch.set_num_interop_threads(cpus)
-    except RuntimeError:
+    if torch.get_num_interop_threads() != cpus:
         # It may be set only once, and not after the first inter-op work: a user's own setting stays.
-        pass
+        with contextlib.suppress(RuntimeError):
+            torch.set_num_interop_threads(cpus)
 
 
 def _watch_captures(torch: Any) -> None:
     # 2.13 has the second class, which does not use the first.
     owners = (torch.cuda, "CUDAGraph"), (getattr(torch, "accelerator", None), "Graph")
     for module, name in owners:
-        owner = getattr(module, name, None)
-        if owner is not None:
+        if (owner := getattr(module, name, None)) is not None:
             _captures.watch(owner, "capture_begin", "capture_end")
 
 
@@ -464,13 +417,15 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
         try:
             block = torch.empty(max(size, 1), dtype=torch.uint8, device=f"cuda:{index}")
         except RuntimeError as error:
-            raise FrameworkError(
-                "torch",
-                f"gpu:allocation=all could not take {size} bytes of device {index} at the start: "
-                f"{error}",
-            ) from error
+            taken = f"{size} bytes of device {index} at the start"
+            problem = f"gpu:allocation=all could not take {taken}: {error}"
+            raise FrameworkError("torch", problem) from error
         # Back into the cache, not to the driver.
         del block
+
+
+def _is_native(cuda: Any) -> bool:
+    return bool(cuda.get_allocator_backend() == "native")
 
 
 def _started_cuda() -> Any:
@@ -487,56 +442,42 @@ _records_history = False
 
 
 def record_history(torch: Any) -> None:
-    """Start to record allocations with Python stacks; CUDA must have started.
-
-    Never raises: the driver's own pool cannot record, and a body runs without a record.
-    """
+    """Start to record allocations with Python stacks, once CUDA has started. Never raises: a body can run without."""
     global _records_history
     try:
         torch.cuda.memory._record_memory_history(
             enabled="all", context="all", stacks="python", max_entries=HISTORY_EVENTS
         )
         _records_history = True
-    except Exception as error:  # noqa: BLE001 - as above
+    except Exception as error:  # noqa: BLE001 - the driver's own pool cannot record
         sys.stderr.write(f"prefect_gpu: PyTorch does not record for snapshots: {error!r}\n")
 
 
 def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: int = 0) -> int:
-    """Return the peak of allocated bytes on one device.
+    """Return the peak of allocated bytes on one device, from the events of its trace, oldest first.
 
-    The events are followed back from the end, where the number of allocated bytes is known. Counters fall when
-    a block is freed, not when the device has finished with it, so "free_requested" counts. A block from the
-    cache may be larger than requested, by less than 1 MiB, which no event shows.
-
-    Args:
-        live_bytes: Allocated now.
-        events: Events of the device's trace, oldest first, with "action", "size" and, if `since_us` is given,
-            "time_us".
-        since_us: Older events do not count, in microseconds since the epoch.
+    The events are followed back from the end, where `live_bytes` are allocated. Counters fall when a block is freed,
+    not when the device has finished with it, so "free_requested" counts. A block from the cache may be larger than
+    requested, by less than 1 MiB, which no event shows. Events before `since_us`, in microseconds since the epoch, do
+    not count.
     """
     peak = now = live_bytes
     for event in reversed(events):
         if since_us and event["time_us"] < since_us:
             break
-        action = event["action"]
-        if action == "alloc":
-            now -= _block_bytes(event["size"])
-        elif action == "free_requested":
-            now += _block_bytes(event["size"])
-        peak = max(peak, now)
+        sign = {"alloc": -1, "free_requested": 1}.get(event["action"])
+        if sign is not None:
+            now += sign * -(-event["size"] // BLOCK_BYTES) * BLOCK_BYTES
+            peak = max(peak, now)
     return peak
 
 
 def begin_trace(torch: Any) -> EndTrace | None:
-    """Begin to record allocations; CUDA must have started.
+    """Begin to record allocations, once CUDA has started; `None`: the body or this allocator prevents it.
 
-    Samples miss memory that is freed within a few milliseconds. The allocator's own peak covers the whole life
-    of the process, and only the body may reset it. The allocator's trace has every event and resets nothing.
-    While the body uses it, there is no trace. If PyTorch records for a snapshot, the trace is the newest part
-    of that record.
-
-    Returns:
-        `None`: the body's own recording is running, or this allocator cannot record.
+    Samples miss memory that is freed within a few milliseconds. The allocator's own peak covers the whole life of the
+    process, and only the body may reset it. The allocator's trace has every event and resets nothing. If PyTorch
+    records for a snapshot, the trace is the newest part of that record.
     """
     trace = None
     try:
@@ -555,9 +496,7 @@ def begin_trace(torch: Any) -> EndTrace | None:
 class TorchTrace:
     """A running trace. It never switches off a recording of the body.
 
-    Args:
-        torch: The module.
-        shared: The allocator already records for a snapshot, and continues afterwards.
+    `shared`: the allocator already records for a snapshot, and continues afterwards.
     """
 
     def __init__(self, torch: Any, shared: bool) -> None:
@@ -585,16 +524,14 @@ class TorchTrace:
                 setattr(self._core, name, stand_in)
 
     def end(self) -> int | None:
-        """Stop, and return the peak of allocated bytes. Never raises.
+        """Stop, and return the sum of the devices' peaks of allocated bytes. Never raises.
 
-        Returns:
-            The sum over the devices. Their peaks need not coincide, so the sum may be too large, never too
-            small. `None`: too many events, a recording of the body, or blocks that are rounded in another way
-            (`roundup_power2_divisions`).
+        The peaks need not coincide, so the sum may be too large, never too small. `None`: too many events, a recording
+        of the body, or other rounding of blocks (`roundup_power2_divisions`).
         """
         try:
             return self._peak_bytes() if self._is_ours() else None
-        except Exception:  # noqa: BLE001 - as above
+        except Exception:  # noqa: BLE001 - a trace must not fail the body
             return None
         finally:
             # Last, since stopping empties the trace.
@@ -645,7 +582,3 @@ class TorchTrace:
         if self._since_us:
             return not events or bool(events[0]["time_us"] < self._since_us)
         return len(events) < MAX_EVENTS
-
-
-def _block_bytes(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES

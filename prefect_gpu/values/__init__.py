@@ -1,8 +1,7 @@
 """Transport of users' values between processes.
 
-These modules decide whether a value travels by reference or by value, is made anew or is refused;
-`docs/reference.md` has the table. A value is pickled in one process (`dumps`) and rebuilt in another (`loads`,
-`load_call`). `processes` and `child` have the messages and their order.
+These modules decide whether a value travels by reference or by value, is made anew or is refused; `docs/reference.md`
+has the table. `processes` and `child` have the messages and their order.
 """
 
 from prefect_gpu.values.argument_files import ArgumentFiles, Share, argument_files

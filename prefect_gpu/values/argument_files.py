@@ -1,8 +1,8 @@
 """Memory files of large arguments, which several GPU tasks share.
 
-Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a
-share that used it is open. The last used files also stay while another call waits, so tasks that run one after
-another write an argument once. `pickling` pickles values, and `transport` sends them.
+Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a share
+that used it is open. The last used files also stay while another call waits, so tasks that run one after another write
+an argument once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from prefect_gpu.values.transport import MemoryFile, PackedValue, WriteFile
 
 
 class ArgumentFiles:
-    """The memory files of one process's arguments. Safe to use from several threads.
-
-    Args:
-        write: Makes a file.
-    """
+    """The memory files of one process's arguments. Safe to use from several threads."""
 
     def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
@@ -50,22 +46,18 @@ class ArgumentFiles:
             share.entries.clear()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
-        """Return a file with the bytes of `parts`: another share's, or a new file.
+        """Return a file with the bytes of `parts`, another share's or a new one, or raise `OSError`.
 
-        The bytes of an existing file are compared first: the flow may have written to its array in
-        between.
-
-        Raises:
-            OSError: See `write_file`.
+        The bytes of an existing file are compared first: the flow may have written to its array in between.
         """
-        addresses = [_address_of(part) for part in parts]
-        if None in addresses:
+        # NumPy gives the addresses.
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
             return self._write(parts)
-        key = tuple((at or 0, part.nbytes) for at, part in zip(addresses, parts, strict=True))
+        arrays = [numpy.frombuffer(part, dtype="u1") for part in parts]
+        key = tuple((int(a.__array_interface__["data"][0]), int(a.nbytes)) for a in arrays)
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                entry = self._entries[key] = _Entry()
+            entry = self._entries.setdefault(key, _Entry())
             share.entries.add(entry)
             dropped, self._last = self._last, tuple(share.entries)
         # Gigabytes may go back to the system here, so the lock is released.
@@ -114,14 +106,6 @@ class Share:
             return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
         finally:
             self._files.take_packed(self)
-
-
-def _address_of(view: memoryview) -> int | None:
-    """Return the address of flat memory; `None`: NumPy, which is needed for it, is not in use."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    return int(numpy.frombuffer(view, dtype="u1").__array_interface__["data"][0])
 
 
 def argument_files() -> ArgumentFiles:

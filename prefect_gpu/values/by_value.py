@@ -1,14 +1,12 @@
 """Functions and classes that travel by value, and their reconstruction.
 
-A function or class of an importable module travels by reference, also below a decorator such as Prefect's
-`@task`. Others travel by value. In the receiving process, the functions of one module share the global
-variables of the module if it can be imported, else of its stand-in (`stand_ins`). Functions, classes and
-variables that exist there under their names stay.
+A function or class of an importable module travels by reference, also below a decorator such as Prefect's `@task`.
+Others travel by value. In the receiving process, the functions of one module share the global variables of the module
+if it can be imported, else of its stand-in (`stand_ins`). Functions, classes and variables that exist there under
+their names stay. A function in a task's result is a copy instead: it keeps the values of its global variables in the
+task's process.
 
-A function in a task's result is a copy instead: it keeps the values of its global variables in the task's process.
-
-Cloudpickle takes functions and classes apart and puts them together; this module chooses them and their
-namespaces. `made_anew` handles objects such as locks.
+Cloudpickle takes functions and classes apart and puts them together; this module chooses them and their namespaces.
 """
 
 from __future__ import annotations
@@ -30,17 +28,11 @@ from cloudpickle import cloudpickle as internals
 
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
-from prefect_gpu.frameworks.registry import find_in_namespace
+from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
 from prefect_gpu.values import made_anew
-from prefect_gpu.values.importable import (
-    Reference,
-    find_reference,
-    is_importable,
-    resolve,
-    travels_by_value,
-)
-from prefect_gpu.values.stand_ins import namespace, stand_in
+from prefect_gpu.values.importable import find_reference, is_importable, resolve, travels_by_value
+from prefect_gpu.values.stand_ins import keep, namespace
 
 #: The module and the qualified name of a function or class.
 Key: TypeAlias = tuple[str, str]
@@ -79,13 +71,6 @@ def arrivals() -> Iterator[None]:
     finally:
         _arriving.classes = outer
     _from_flow.update(arrived)
-
-
-class _Nowhere:
-    """Takes the output of a trial."""
-
-    def write(self, data: bytes) -> None:
-        """Drop the data."""
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
@@ -129,10 +114,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return self._function(obj)
         if kind is types.CodeType:
             make, parts = self.dispatch_table[types.CodeType](obj)
-            return make, tuple(
-                obj.co_filename if isinstance(part, str) and part == _NO_FILE else part
-                for part in parts
-            )
+            names = {_NO_FILE: obj.co_filename}
+            return make, tuple(names.get(p, p) if isinstance(p, str) else p for p in parts)
         if kind is typing.TypeVar and travels_by_value(obj):
             return internals._make_typevar, internals._decompose_typevar(obj)
         return self._named.reduce(obj)
@@ -154,12 +137,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
 
     def _class(self, obj: Any) -> Any:
         if self._to_flow and obj in _from_flow:
-            # Cloudpickle gives each class that it sends by value an id, so that two copies become one class where they
-            # arrive: here, the flow's own.
-            return internals._lookup_class_or_track, (
-                internals._get_or_create_tracker_id(obj),
-                None,
-            )
+            # Cloudpickle's id of a class makes one class of two copies: here, the flow's own.
+            tracker_id = internals._get_or_create_tracker_id(obj)
+            return internals._lookup_class_or_track, (tracker_id, None)
         reduction = super().reducer_override(obj)
         if reduction is NotImplemented and (travels_by_value(obj) or self._is_lacking(obj)):
             reduction = internals._dynamic_class_reduce(obj)
@@ -168,8 +148,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         make, arguments, state, *_ = reduction
         if make is internals._make_skeleton_class and vars(obj).get("__slots__"):
             arguments, state = _with_slots(obj, arguments, state)
-        key = self._key(obj)
-        hints = self._hints(_annotations_of_class(obj), obj.__module__)
+        key = None if self._to_flow else made_anew.own_name(obj)
+        # Without the annotations of its bases. Text stays text.
+        hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
         return (
             _make_class, (key, tracker_id, make, *arguments),
@@ -181,7 +162,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if not lacking:
             reference = find_reference(obj)
             if reference is not None:
-                return _reduce_reference(reference)
+                *_, steps = reference
+                return (resolve, reference) if steps else NotImplemented
         if self._by_name and (key := made_anew.own_name(obj)) is not None:
             return resolve, key
         reduction = made_anew.reduce_function(obj, not self._to_flow)
@@ -197,7 +179,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             variables = {n: v for n, v in variables.items() if _is_private(v)}
         slots["__globals__"] = {n: self._by_reference(v) for n, v in variables.items()}
         hints = self._hints(obj.__annotations__, obj.__module__, obj.__globals__)
-        key = self._key(obj)
+        key = None if self._to_flow else made_anew.own_name(obj)
         return (
             _make_function, (module, key, code, base, *others), (patches, hints, (attributes, slots)),
             None, None, _set_function,
@@ -219,12 +201,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return None
         return name
 
-    def _key(self, obj: Any) -> Key | None:
-        """Return the name under which the other process keeps a function or class; `None`: no name."""
-        return None if self._to_flow else made_anew.own_name(obj)
-
     def _by_reference(self, value: Any) -> Any:
-        """Return a global variable, or a reference to it if it cannot be pickled and an importable module has it under a name."""
+        """Return a global variable; if it cannot be pickled, a reference to its name in an importable module."""
         if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
             return value
         name = self._named.importable_name(value)
@@ -232,25 +210,21 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return value
         try:
             # Nothing is kept or copied, since the value may be large.
-            ByValuePickler(_Nowhere(), with_hints=False, buffer_callback=lambda buffer: None).dump(
-                value
-            )
+            nowhere = types.SimpleNamespace(write=lambda data: None)
+            trial = ByValuePickler(nowhere, with_hints=False, buffer_callback=lambda _: None)
+            trial.dump(value)
         except Exception:  # pickling may raise anything
             return made_anew.Referenced(name)
         return value
 
     def _hints(
-        self,
-        annotations: Mapping[str, Any],
-        module: str,
-        variables: Mapping[str, Any] | None = None,
+        self, annotations: Mapping[str, Any], module: str, held: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the variables that annotations name as text."""
-        if not self._with_hints or self._to_flow:
+        if not self._with_hints or self._to_flow or is_importable(module):
             return {}
-        held = variables if variables is not None else look_at(module, "__dict__") or {}
-        if is_importable(module):
-            return {}
+        if held is None:
+            held = look_at(module, "__dict__") or {}
         found = {}
         for name in dict.fromkeys(_names_in(annotations.values())):
             value = held.get(name)
@@ -273,9 +247,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             private = travels_by_value_of_module(held.get("__name__", ""))
             for name in dict.fromkeys(names):
                 value = held.get(name)
-                if isinstance(value, (type, types.FunctionType)) and (
-                    private or _is_private(value)
-                ):
+                added = private and isinstance(value, (type, types.FunctionType))
+                if added or _is_private(value):
                     found.append((module, name, value))
         return found
 
@@ -286,18 +259,12 @@ def travels_by_value_of_module(name: str) -> bool:
 
 
 def _is_private(value: Any) -> bool:
-    """Return whether a function or class belongs to the user, and to a module that no fresh interpreter can import."""
+    """Return whether a value is a function or class of a user's private module."""
     return (
         isinstance(value, (type, types.FunctionType))
         and travels_by_value(value)
         and registry.is_users(value.__module__)
     )
-
-
-def _reduce_reference(reference: Reference) -> Any:
-    if reference.steps:
-        return resolve, (reference.module, reference.name, reference.steps)
-    return NotImplemented
 
 
 def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
@@ -307,16 +274,8 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def nested_code(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of the functions inside."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from nested_code(constant)
-
-
 def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
-    """Return the parts of a class with slots. Objects of cloudpickle's class would have a `__dict__`."""
+    """Return the parts of a class with slots. Objects of cloudpickle's class have a `__dict__`."""
     maker, name, bases, attributes, *others = arguments
     attributes = {**attributes, "__slots__": vars(kind)["__slots__"]}
     found, slots = state
@@ -337,13 +296,13 @@ def _has_state(function: types.FunctionType, variables: Mapping[str, Any]) -> bo
     if any(_stores_globals(code) for code in nested_code(function.__code__)):
         return True
     for value in variables.values():
+        # `isinstance` would load a lazily loaded module.
         if issubclass(type(value), types.ModuleType):
             continue
         if isinstance(value, (type, types.FunctionType)):
             if value.__module__ == module:
                 return True
-            continue
-        if not isinstance(value, _CONSTANTS):
+        elif not isinstance(value, _CONSTANTS):
             return True
     return False
 
@@ -353,11 +312,6 @@ def _stores_globals(code: types.CodeType) -> bool:
     import dis
 
     return any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in dis.get_instructions(code))
-
-
-def _annotations_of_class(kind: type) -> dict[str, Any]:
-    # Without the annotations of its bases. Text stays text.
-    return inspect.get_annotations(kind)
 
 
 def _names_in(annotations: Iterable[Any]) -> Iterator[str]:
@@ -391,7 +345,7 @@ def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleTyp
 
 
 def find(key: Key | None) -> Any:
-    """Return the function or class that this process has under a name, without asking the flow's process; `None`: none."""
+    """Return the function or class that this process has under a name; `None`: none. Asks no other process."""
     if key is None:
         return None
     found = find_in_namespace(*key)
@@ -401,12 +355,6 @@ def find(key: Key | None) -> Any:
         found.__qualname__,
     )
     return found if is_it else None
-
-
-def keep(key: Key | None, value: Any) -> None:
-    """Keep a function or class under its name in its module, unless there is one."""
-    if key is not None and "." not in key[1]:
-        vars(stand_in(key[0])).setdefault(key[1], value)
 
 
 def _make_function(

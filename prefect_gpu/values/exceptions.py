@@ -1,12 +1,13 @@
 """Transport of exceptions: type, text, attributes, notes, cause and context arrive.
 
-The constructor of an exception's class is not called again: many take other arguments than they pass to
-`Exception`. `pickling` packs exceptions, and replaces an exception whose class cannot be sent.
+The constructor of an exception's class is not called again: many take other arguments than they pass to `Exception`.
+`pickling` packs exceptions, and replaces an exception whose class cannot be sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,8 +23,7 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
 
     Args:
         error: Any exception.
-        find_problem: Finds values that cannot be pickled. They are left out, and a note names them. `None`: all
-            values are sent.
+        find_problem: Finds values to leave out, with a note, as they cannot be pickled; `None`: all values are sent.
         own_way: A class with a `__reduce__` of its own is pickled by it.
     """
     kind = type(error)
@@ -37,15 +37,12 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
         # Python's own class knows all parts: an `OSError` has more than its `args`.
         of_python: Any = _base(kind).__reduce__(error)
         _, initial, *rest = of_python
-        if find_problem is None:
-            made = _make, (kind, tuple(initial), arguments)
-        else:
-            shown = tuple(_shown(each, find_problem) for each in arguments)
-            made = _make, (kind, tuple(_shown(each, find_problem) for each in initial), shown)
-        attributes.update(
-            {k: v for k, v in (rest[0] if rest else {}).items() if k not in attributes}
-        )
-    attributes.update(_slots(error))
+        if find_problem is not None:
+            arguments = tuple(_shown(each, find_problem) for each in arguments)
+            initial = tuple(_shown(each, find_problem) for each in initial)
+        made = _make, (kind, tuple(initial), arguments)
+        attributes = {**(rest[0] if rest else {}), **attributes}
+    attributes.update(slots_of(error))
     links: dict[str, Any] = {"cause": error.__cause__, "context": error.__context__}
     if find_problem is not None:
         attributes, links = _without_problems(attributes, links, find_problem)
@@ -67,14 +64,10 @@ def _is_of_python(kind: type[BaseException]) -> bool:
     return True
 
 
-def _slots(error: BaseException) -> dict[str, Any]:
-    found = {}
-    for kind in type(error).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(error, name):
-                found[name] = getattr(error, name)
-    return found
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object in slots."""
+    names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _shown(value: Any, find_problem: Problem) -> Any:
@@ -90,20 +83,19 @@ def _without_problems(
     attributes: Mapping[str, Any], links: Mapping[str, Any], find_problem: Problem
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     kept, notes = {}, list(attributes.get("__notes__", ()))
+    note = "{} was left out on the way from the GPU task: {}"
     for name, value in attributes.items():
         problem = find_problem(value)
         if problem is None:
             kept[name] = value
         else:
-            notes.append(f"Attribute {name!r} was left out on the way from the GPU task: {problem}")
-    sent = {}
+            notes.append(note.format(f"Attribute {name!r}", problem))
+    sent = dict(links)
     for name, value in links.items():
         problem = None if value is None else find_problem(value)
-        sent[name] = value if problem is None else None
         if problem is not None:
-            notes.append(
-                f"The {name} of this error was left out on the way from the GPU task: {problem}"
-            )
+            sent[name] = None
+            notes.append(note.format(f"The {name} of this error", problem))
     if notes:
         kept["__notes__"] = notes
     return kept, sent
@@ -112,12 +104,12 @@ def _without_problems(
 def _make(
     kind: type[BaseException], initial: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> BaseException:
+    base = _base(kind)
     try:
         made = kind.__new__(kind, *initial)
     except TypeError:
         # The class's own `__new__` takes other arguments.
-        made = _base(kind).__new__(kind, *initial)
-    base = _base(kind)
+        made = base.__new__(kind, *initial)
     if base.__init__ is not BaseException.__init__:
         with contextlib.suppress(Exception):
             base.__init__(made, *initial)

@@ -1,8 +1,8 @@
 """Functions, classes and modules that another interpreter can import, and references to them.
 
-A fresh interpreter with the same `sys.path` imports modules through the standard finders. A script, a notebook,
-or a module that was loaded by path, made by hand or found by the script's own finder is *private*: its
-functions and classes travel by value (`by_value`). Only `resolve` imports modules.
+A fresh interpreter with the same `sys.path` imports modules through the standard finders. A script, a notebook, or a
+module that was loaded by path, made by hand or found by the script's own finder is *private*: its functions and classes
+travel by value (`by_value`). Only `resolve` imports modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import importlib.machinery
 import os
 import sys
 import types
-from dataclasses import dataclass
 from typing import Any
 
 from prefect_gpu.frameworks.adapter import look_at
@@ -26,12 +25,10 @@ _OF_PYTHON = ("_frozen_importlib", "_frozen_importlib_external", "importlib", "z
 
 
 def is_importable(module_name: str) -> bool:
-    """Return whether a fresh interpreter with the same `sys.path` would import this very module.
+    """Return whether a fresh interpreter with the same `sys.path` would import this very module of `sys.modules`.
 
-    The module is one of `sys.modules`. A module that was loaded by path, made by hand, or found by a finder that was
-    defined in a private module is not importable. A module that loads itself when it is first used
-    (`importlib.util.LazyLoader`) stays unloaded. Where the folders of `sys.path` cannot be read, as without a free
-    descriptor, each module that an import has made counts as importable.
+    A module that loads itself when it is first used (`importlib.util.LazyLoader`) stays unloaded. If the folders of
+    `sys.path` cannot be read, as without a free descriptor, each module that an import has made counts as importable.
     """
     identity = id(sys.modules.get(module_name))
     known = _importable.get(module_name)
@@ -44,7 +41,7 @@ def is_importable(module_name: str) -> bool:
 
 
 def travels_by_value(obj: Any) -> bool:
-    """Return whether a class or function is sent by value: a fresh interpreter could not import its top module."""
+    """Return whether a fresh interpreter could not import the top module of a class or function."""
     name = getattr(obj, "__module__", None)
     # The top module counts, since no finder knows modules that a library makes by hand in its own package.
     return isinstance(name, str) and not is_importable(name.partition(".")[0])
@@ -107,7 +104,7 @@ def _find(module_name: str) -> bool:
             spec: importlib.machinery.ModuleSpec | None = find_spec(module_name, path)
         except OSError:
             raise
-        except Exception:  # a finder of another library that does not know the name
+        except Exception:  # another library's finder that does not know the name
             continue
         if spec is not None:
             if file is None or not spec.has_location:
@@ -126,32 +123,19 @@ def _is_private(finder: Any) -> bool:
     return root == "__main__" or importlib.machinery.PathFinder.find_spec(root) is None
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A reference to a function or class that an importable module has under a name."""
-
-    module: str
-    #: Qualified name.
-    name: str
-    #: Attributes from the object of that name to the function below its decorators; empty: the object is the
-    #: function.
-    steps: tuple[str, ...] = ()
+#: A module, the qualified name of its object, and the attributes from there to a function below its decorators.
+Reference = tuple[str, str, tuple[str, ...]]
 
 
 def find_reference(obj: Any) -> Reference | None:
-    """Return the reference by which another process imports a function or class; `None`: it travels by value.
-
-    Args:
-        obj: A function, a class, or another callable with `__module__` and `__qualname__`.
-    """
+    """Return the arguments of `resolve` for a function, class or the like; `None`: it travels by value."""
     module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
         return None
     if module not in sys.modules or travels_by_value(obj):
         return None
-    found = find_in_module(module, name)
-    steps = None if found is None else find_steps(found, obj)
-    return None if steps is None else Reference(module, name, steps)
+    steps = find_steps(find_in_module(module, name), obj)
+    return None if steps is None else (module, name, steps)
 
 
 def find_in_module(module: str, name: str) -> Any:
@@ -164,12 +148,7 @@ def find_in_module(module: str, name: str) -> Any:
 
 
 def resolve(module: str, name: str, steps: tuple[str, ...] = ()) -> Any:
-    """Import the object of a `Reference`.
-
-    Raises:
-        ImportError: The module cannot be imported.
-        AttributeError: The module has no such object.
-    """
+    """Return the object of a `Reference`, or raise `ImportError` or `AttributeError`."""
     if module not in sys.modules:
         importlib.import_module(module)
     found = find_in_module(module, name)

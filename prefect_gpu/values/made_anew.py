@@ -1,11 +1,9 @@
 """Objects that Python cannot pickle, or that must stay one object: their pickle reductions.
 
-Locks, caches, context variables and the like have no state worth keeping, or only a wrapped function: the other
-process makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`,
-is compared by `is`: it stays the object of that name. Objects that belong to one process (threads, running
-programs, open files) are refused.
-
-Functions and classes are in `by_value`; objects of frameworks in the adapters.
+Locks, caches, context variables and the like have no state worth keeping, or only a wrapped function: the other process
+makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`, is compared by
+`is`: it stays the object of that name. Objects that belong to one process (threads, running programs, open files) are
+refused. Functions and classes are in `by_value`; objects of frameworks in the adapters.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import copyreg
 import functools
 import importlib
 import io
+import queue
 import sys
 import threading
 import types
@@ -35,10 +34,13 @@ from prefect_gpu.values.importable import (
     travels_by_value,
     users_modules,
 )
-from prefect_gpu.values.stand_ins import stand_in
+from prefect_gpu.values.stand_ins import keep
 
-#: A callable that makes an object anew, and its arguments, as in a pickle reduction.
+#: A callable that makes an object anew, its arguments and perhaps a state, as in a pickle reduction.
 Made = tuple[Any, ...]
+
+#: The module and the name of an object.
+Name = tuple[str, str]
 
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
@@ -53,11 +55,16 @@ SYNCHRONISATION: tuple[type, ...] = (
 )
 
 
+#: Queues between the threads of one process.
+_QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue, queue.SimpleQueue)
+
+
+def is_shared(value: object) -> bool:
+    """Return whether an object synchronises the threads of one process, so that a copy would have no use."""
+    return isinstance(value, SYNCHRONISATION) or type(value) in _QUEUES
+
+
 # Reductions by type.
-
-
-def _event(event: threading.Event) -> Made:
-    return _make_event, (event.is_set(),)
 
 
 def _make_event(is_set: bool) -> threading.Event:
@@ -79,11 +86,8 @@ def _context_variable(variable: contextvars.ContextVar[Any]) -> Made:
 
 
 def _make_context_variable(name: str, default: Any, value: Any) -> contextvars.ContextVar[Any]:
-    made: contextvars.ContextVar[Any]
-    if default is _Nothing:
-        made = contextvars.ContextVar(name)
-    else:
-        made = contextvars.ContextVar(name, default=default)
+    options: dict[str, Any] = {} if default is _Nothing else {"default": default}
+    made: contextvars.ContextVar[Any] = contextvars.ContextVar(name, **options)
     if value is not _Nothing:
         made.set(value)
     return made
@@ -102,36 +106,9 @@ def _make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool)
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def _cached_property(found: functools.cached_property[Any]) -> Made:
-    return _make_cached_property, (found.func, found.attrname)
-
-
-def _make_cached_property(
-    function: Callable[[Any], Any], name: str | None
-) -> functools.cached_property[Any]:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
-
-
 def _make_reference(target: Any) -> weakref.ref[Any]:
     # Without a target, a reference to an object that has ended.
-    return weakref.ref(_Ended() if target is None else target)
-
-
-class _Ended:
-    """Ends as soon as it is made."""
-
-
-def _new_type(found: Any) -> Made:
-    return _make_new_type, (found.__name__, found.__supertype__, found.__module__)
-
-
-def _make_new_type(name: str, of: Any, module: str) -> Any:
-    make: Any = typing.NewType
-    made = make(name, of)
-    made.__module__ = module
-    return made
+    return weakref.ref(set() if target is None else target)
 
 
 def _file(file: io.TextIOWrapper) -> Made:
@@ -141,10 +118,18 @@ def _file(file: io.TextIOWrapper) -> Made:
     raise TypeError("an open file belongs to the process that opened it; pass its path")
 
 
+def _queue(found: Any) -> Made:
+    if not found.empty():
+        raise TypeError("a copy would get nothing of what is put into it")
+    size = getattr(found, "maxsize", None)
+    return type(found), () if size is None else (size,)
+
+
 _ANEW: dict[type, Callable[[Any], Made]] = {
+    object: lambda _: (object, ()),
     _LOCK: lambda _: (threading.Lock, ()),
     _RLOCK: lambda _: (threading.RLock, ()),
-    threading.Event: _event,
+    threading.Event: lambda found: (_make_event, (found.is_set(),)),
     threading.Condition: lambda found: (threading.Condition, (found._lock,)),
     threading.Semaphore: lambda found: (threading.Semaphore, (found._value,)),
     threading.BoundedSemaphore: lambda found: (threading.BoundedSemaphore, (found._initial_value,)),
@@ -153,9 +138,14 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
         (found.parties, found._action, found._timeout),
     ),
     threading.local: lambda _: (threading.local, ()),
+    **dict.fromkeys(_QUEUES, _queue),
     contextvars.ContextVar: _context_variable,
     type(functools.lru_cache(_make_event)): _cached_function,
-    functools.cached_property: _cached_property,
+    functools.cached_property: lambda found: (
+        functools.cached_property,
+        (found.func,),
+        {"attrname": found.attrname},
+    ),
     weakref.WeakValueDictionary: lambda found: (weakref.WeakValueDictionary, (dict(found),)),
     weakref.WeakKeyDictionary: lambda found: (weakref.WeakKeyDictionary, (dict(found),)),
     weakref.ref: lambda found: (_make_reference, (found(),)),
@@ -167,7 +157,11 @@ _OF_LIBRARIES = (object, contextvars.ContextVar)
 
 #: Types whose objects pickle names by their module. They are made anew if the module is private.
 _NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
-    typing.NewType: _new_type,
+    typing.NewType: lambda found: (
+        typing.NewType,
+        (found.__name__, found.__supertype__),
+        {"__module__": found.__module__},
+    ),
     typing.ParamSpec: lambda found: (typing.ParamSpec, (found.__name__,)),
 }
 
@@ -179,7 +173,6 @@ _REFUSED = {
     "subprocess.Popen": "only the process that started a program waits for it; pass its pid",
 }
 
-
 #: Reductions of compiled functions and models, by package.
 _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
     "torch": reduce_compiled,
@@ -187,36 +180,13 @@ _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
 }
 
 #: Ends of the names of their types.
-_COMPILED = (
-    "ScriptFunction",
-    "RecursiveScriptModule",
-    "Function",
-    "OpOverload",
-    "OpOverloadPacket",
-)
-
-
-#: Queues between the threads of one process, by type.
-_QUEUES = ("queue.Queue", "queue.LifoQueue", "queue.PriorityQueue", "_queue.SimpleQueue")
-
-
-def is_shared(value: object) -> bool:
-    """Return whether an object synchronises the threads of one process, so that a copy would have no use."""
-    kind = type(value)
-    return isinstance(value, SYNCHRONISATION) or f"{kind.__module__}.{kind.__qualname__}" in _QUEUES
-
-
-def _queue(found: Any) -> Made:
-    if not found.empty():
-        raise TypeError("a copy would get nothing of what is put into it")
-    size = getattr(found, "maxsize", None)
-    return type(found), () if size is None else (size,)
+_COMPILED = ("Function", "RecursiveScriptModule", "OpOverload", "OpOverloadPacket")
 
 
 class Referenced:
     """Stands in a pickle for an object that the other process imports."""
 
-    def __init__(self, name: tuple[str, str]) -> None:
+    def __init__(self, name: Name) -> None:
         self._name = name
 
     def __reduce__(self) -> Any:
@@ -224,7 +194,7 @@ class Referenced:
 
 
 def _parser(suppress: str, obj: Any) -> Any:
-    """Reduce a part of an `argparse` parser: the text `SUPPRESS` is compared by `is`."""
+    # The text is compared by `is`.
     name = Referenced(("argparse", "SUPPRESS"))
     state = {key: name if value is suppress else value for key, value in vars(obj).items()}
     return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
@@ -241,9 +211,15 @@ class NamedObjects:
         self._to_flow = to_flow
         #: Reductions by type; `None`: pickle's own.
         self._rules: dict[type, Callable[[Any], Any] | None] = {}
-        #: Modules and names of named objects, by id.
-        self._names: dict[int, tuple[str, str]] | None = None
-        self._users: dict[int, tuple[str, str]] | None = None
+
+    @functools.cached_property
+    def _names(self) -> dict[int, Name]:
+        """Names in private modules and in the user's modules, by id."""
+        return _names_in(("__main__", *private_modules(), *users_modules()))
+
+    @functools.cached_property
+    def _users_names(self) -> dict[int, Name]:
+        return _names_in(users_modules())
 
     def reduce(self, obj: Any) -> Any:
         """Return a pickle reduction of an object that is no function, class or module, or `NotImplemented`."""
@@ -257,20 +233,17 @@ class NamedObjects:
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
         if kind in _ANEW:
             return functools.partial(self._anew, _ANEW[kind])
-        if f"{kind.__module__}.{kind.__qualname__}" in _QUEUES:
-            return functools.partial(self._anew, _queue)
         if kind in _NAMED_TYPES:
             return functools.partial(self._private, _NAMED_TYPES[kind])
-        if kind is object:
-            return functools.partial(self._anew, lambda _: (object, ()))
         for base in kind.__mro__:
             reason = _REFUSED.get(f"{base.__module__}.{base.__qualname__}")
             if reason is not None:
                 return functools.partial(_refuse, reason)
-        if kind.__module__ == "argparse" and hasattr(kind, "_get_kwargs"):
+        package = kind.__module__.partition(".")[0]
+        if package == "argparse" and hasattr(kind, "_get_kwargs"):
             return functools.partial(_parser, importlib.import_module("argparse").SUPPRESS)
-        if kind.__module__.partition(".")[0] in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
-            return _FRAMEWORKS[kind.__module__.partition(".")[0]]
+        if package in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
+            return _FRAMEWORKS[package]
         if not _is_plain(kind):
             return None
         index = {id(value): name for name, value in _held_near(kind)}
@@ -280,20 +253,20 @@ class NamedObjects:
         if hasattr(obj, "__qualname__"):
             reference = find_reference(obj)
             if reference is not None:
-                return resolve, (reference.module, reference.name, reference.steps)
+                return resolve, reference
             name = own_name(obj)
         else:
             name = self._name_of(obj)
             if name is not None and is_importable(name[0]):
                 return resolve, name
-        return _make, (name, not self._to_flow, *make(obj))
+        return _made(name, not self._to_flow, make(obj))
 
     def _private(self, make: Callable[[Any], Made], obj: Any) -> Any:
         if not travels_by_value(obj):
             return NotImplemented
-        return _make, (own_name(obj), not self._to_flow, *make(obj))
+        return _made(own_name(obj), not self._to_flow, make(obj))
 
-    def _singleton(self, kind: type, index: Mapping[int, tuple[str, str]], obj: Any) -> Any:
+    def _singleton(self, kind: type, index: Mapping[int, Name], obj: Any) -> Any:
         name = index.get(id(obj))
         if name is None or find_in_namespace(*name) is not obj:
             return NotImplemented
@@ -302,13 +275,10 @@ class NamedObjects:
             return NotImplemented
         if is_importable(name[0]):
             return resolve, name
-        return _make, (name, not self._to_flow, object.__new__, (kind,))
+        return _made(name, not self._to_flow, (object.__new__, (kind,)))
 
-    def _name_of(self, obj: Any) -> tuple[str, str] | None:
-        """Return the module and the name of an object that may be made anew; `None`: no module has it under a name."""
-        if self._names is None:
-            modules = ("__main__", *private_modules(), *users_modules())
-            self._names = {id(value): name for name, value in _held(modules)}
+    def _name_of(self, obj: Any) -> Name | None:
+        """Return the name of an object that may be made anew; `None`: no module has it under a name."""
         name = self._names.get(id(obj))
         if name is None and type(obj) in _OF_LIBRARIES:
             name = _named_by_libraries(len(sys.modules)).get(id(obj))
@@ -316,28 +286,22 @@ class NamedObjects:
             name = None if name is None or find_in_namespace(*name) is not obj else name
         return name
 
-    def importable_name(self, obj: Any) -> tuple[str, str] | None:
-        """Return an object's name in an importable module of the user or of the object's type.
-
-        Returns:
-            `None`: no such name.
-        """
-        if self._users is None:
-            self._users = {id(value): name for name, value in _held(users_modules())}
+    def importable_name(self, obj: Any) -> Name | None:
+        """Return an object's name in an importable module of the user or of the object's type; `None`: no such name."""
         near = (name for name, value in _held_near(type(obj)) if value is obj)
-        name = self._users.get(id(obj)) or next(near, None)
+        name = self._users_names.get(id(obj)) or next(near, None)
         return name if name is not None and is_importable(name[0]) else None
 
 
 @functools.lru_cache(maxsize=1)
-def _named_by_libraries(modules: int) -> dict[int, tuple[str, str]]:
+def _named_by_libraries(modules: int) -> dict[int, Name]:
     """Return the names of objects of `_OF_LIBRARIES` in all modules, by id: 0.05 s for two thousand modules."""
-    # `modules`, the number of modules, is the key of the cache: with another number the names are found again.
+    # `modules`, their number, is the key of the cache: with another number the names are found again.
     return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
 
 
-def own_name(obj: Any) -> tuple[str, str] | None:
-    """Return the module and the qualified name of an object; `None`: the module does not have it under that name."""
+def own_name(obj: Any) -> Name | None:
+    """Return the module and the qualified name of an object; `None`: its module has another object there, or none."""
     module = getattr(obj, "__module__", None)
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
@@ -359,7 +323,7 @@ def _is_plain(kind: type) -> bool:
     )
 
 
-def _held_near(kind: type) -> Iterator[tuple[tuple[str, str], Any]]:
+def _held_near(kind: type) -> Iterator[tuple[Name, Any]]:
     """Yield the objects of a type that the type's module and its packages have under a name."""
     name = kind.__module__
     while isinstance(name, str) and name:
@@ -367,28 +331,35 @@ def _held_near(kind: type) -> Iterator[tuple[tuple[str, str], Any]]:
         name = name.rpartition(".")[0]
 
 
-def _held(modules: Any) -> Iterator[tuple[tuple[str, str], Any]]:
+def _held(modules: Any) -> Iterator[tuple[Name, Any]]:
     """Yield the named objects of modules, with module and name."""
     for module in list(modules):
         for name, value in list((look_at(module, "__dict__") or {}).items()):
             yield (module, name), value
 
 
+def _names_in(modules: Any) -> dict[int, Name]:
+    return {id(value): name for name, value in _held(modules)}
+
+
+def _made(name: Name | None, keeps: bool, made: Made) -> Any:
+    """Return the reduction of an object with a name; `keeps`: the other process stores it under its name."""
+    make, arguments, *state = made
+    return (_make, (name, keeps, make, arguments), *state)
+
+
 def _make(
-    name: tuple[str, str] | None,
-    keeps: bool,
-    make: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    name: Name | None, keeps: bool, make: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
-    """Return the object that this process has under a name (module, name), else a new one; `keeps`: store it there."""
+    """Return the object that this process has under a name, else a new one."""
     made = make(*arguments)
     if name is None:
         return made
     found = find_in_namespace(*name)
     if type(found) is type(made):
         return found
-    if keeps and "." not in name[1]:
-        vars(stand_in(name[0])).setdefault(name[1], made)
+    if keeps:
+        keep(name, made)
     return made
 
 
@@ -401,17 +372,10 @@ _DISPATCH_CODE = functools.singledispatch(_make_event).__code__  # type: ignore[
 def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
     """Return a reduction of a function that wraps another one and has more than Python can pickle, or `NotImplemented`.
 
-    The wrapped function is wrapped again, with the same options as far as they can be read.
-
-    Args:
-        function: Any function.
-        keeps: See `_make`.
+    The wrapped function is wrapped again, with the same options as far as they can be read. `keeps`: see `_made`.
     """
     made = _reduce_wrapper(function)
-    if made is NotImplemented:
-        return made
-    make, arguments, *state = made
-    return (_make, (own_name(function), keeps, make, arguments), *state)
+    return made if made is NotImplemented else _made(own_name(function), keeps, made)
 
 
 def _reduce_wrapper(function: types.FunctionType) -> Any:
@@ -433,7 +397,6 @@ def _reduce_wrapper(function: types.FunctionType) -> Any:
 
 
 def _made_by(function: types.FunctionType, package: str) -> bool:
-    """Return whether a package's decorator made a function."""
     made = function.__globals__.get("__name__", "")
     return made.partition(".")[0] == package and hasattr(function, "__wrapped__")
 

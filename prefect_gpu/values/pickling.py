@@ -1,17 +1,12 @@
 """Pickling of users' values.
 
-Importable functions and classes travel by reference, others by value (`by_value`). Locks and the like are made
-anew (`made_anew`), exceptions arrive whole (`exceptions`). Classes keep their identity, so `except MyError` and
-`isinstance` hold in the flow. Values on a device travel as host copies. Large buffers (NumPy's, pandas',
-storages of PyTorch) stay outside the stream (pickle protocol 5). Other values are refused with their type and
-path.
-
-`transport` sends packed values; the launcher and the child decide when.
+Classes keep their identity, so `except MyError` and `isinstance` hold in the flow. Values on a device travel as host
+copies. Large buffers (NumPy's, pandas', storages of PyTorch) stay outside the stream (pickle protocol 5). Values that
+cannot be pickled are refused with their type and path. `transport` sends packed values.
 """
 
 from __future__ import annotations
 
-import copyreg
 import pickle
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +18,7 @@ from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.units import format_bytes
 from prefect_gpu.values import made_anew, transport
 from prefect_gpu.values.by_value import ByValuePickler, Key, arrivals
-from prefect_gpu.values.exceptions import reduce_exception
+from prefect_gpu.values.exceptions import reduce_exception, slots_of
 from prefect_gpu.values.importable import find_in_module
 from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
@@ -36,8 +31,7 @@ _NOT_REDUCED = (type, types.FunctionType, types.ModuleType)
 #: Packs a stream, in pieces, and the buffers beside it, as `transport.pack` does.
 Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 
-#: Bytes from which a buffer is not copied into the stream. From this size on the pickler writes every
-#: object separately anyway (`FRAME_SIZE_TARGET`).
+#: Bytes from which a buffer is not copied into the stream: the pickler writes it separately (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
 #: Most parts of the path to a value that cannot be pickled.
@@ -51,7 +45,7 @@ _TO_FLOW = ("return value", "exception", "transaction")
 
 
 class _Output:
-    """Receives a pickler's output: the pieces of its stream and the buffers beside it, uncopied."""
+    """Receives a pickler's stream in pieces, and the buffers beside it, uncopied."""
 
     def __init__(self) -> None:
         # Joined pieces would hold a large `bytes` twice, and more while they grow.
@@ -59,7 +53,7 @@ class _Output:
         self.buffers: list[memoryview] = []
 
     def write(self, data: bytes | bytearray) -> None:
-        """Take the next piece of the stream. The pickler passes large objects as they are."""
+        """Take the next piece of the stream: large objects as they are."""
         self.stream.append(memoryview(data))
 
     def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
@@ -74,12 +68,8 @@ class _Output:
 class ValuePickler(ByValuePickler):
     """Pickles values of a task: functions and classes as `ByValuePickler`, device memory as host copies.
 
-    Args:
-        output: Takes the stream and the buffers.
-        reducers: Reducers of the frameworks in use.
-        error_way: How exceptions are pickled.
-        problems: Known problems, of the pickler that tries a part with this one.
-        options: Arguments of `ByValuePickler`.
+    `reducers` are of the frameworks in use, `error_way` says how exceptions are pickled. `problems` are known to the
+    pickler that tries a part with this one.
     """
 
     def __init__(
@@ -130,14 +120,10 @@ class ValuePickler(ByValuePickler):
 
 
 def load_call(data: PackedValue | ReceivedValue) -> Any:
-    """Return the received call of a child.
+    """Return the received call of a child, or raise `ResultError`: the child cannot import a part of it.
 
-    Its classes that the child cannot import exist in the flow's process, so they return by their id alone. By
-    value they would replace all attributes of the flow's class: its class variables by the child's, its methods
-    by copies with other globals.
-
-    Raises:
-        ResultError: The child cannot import a function or an argument.
+    Its classes that the child cannot import return to the flow by their id alone. By value they would replace all
+    attributes of the flow's class: class variables by the child's, methods by copies with other globals.
     """
     try:
         with arrivals():
@@ -147,11 +133,9 @@ def load_call(data: PackedValue | ReceivedValue) -> Any:
 
 
 def attribute(module: str, name: str) -> Apart:
-    """Return an attribute of a module of this process for a child that lacks it: by value, even if it is importable.
+    """Return an attribute of a module for a child that lacks it: by value, even if it is importable.
 
-    Raises:
-        AttributeError: This process has no such module, or the module no such attribute.
-        ResultError: The attribute cannot be pickled.
+    Raises `AttributeError` if there is no such attribute, and `ResultError` if it cannot be pickled.
     """
     value = find_in_module(module, name)
     if value is None and name not in (look_at(module, "__dict__") or {}):
@@ -169,26 +153,12 @@ class Apart:
 
     @classmethod
     def of(cls, value: Any, what: str, name: str, lacking: frozenset[Key] = frozenset()) -> Apart:
-        """Pickle a value.
-
-        Args:
-            value: Anything.
-            what: See `dumps`.
-            name: See `dumps`.
-            lacking: See `ByValuePickler`.
-
-        Raises:
-            ResultError: See `dumps`.
-        """
+        """Pickle a value, or raise `ResultError`. See `check`."""
         output = check(value, what, name, lacking=lacking)
         return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
 
     def load(self) -> Any:
-        """Unpickle the value. Its classes of the parent count as received with the call.
-
-        Raises:
-            Exception: The value cannot be rebuilt here.
-        """
+        """Unpickle the value, or raise any error. Its classes of the parent count as received with the call."""
         with arrivals():
             return pickle.loads(self.stream, buffers=self.buffers)
 
@@ -204,41 +174,29 @@ def dumps(
 
     Args:
         value: Anything.
-        what: "return value", "exception", "argument" or "function", for the error.
+        what: "return value", "exception", "argument", "function" or "transaction", for the error.
         name: Name of the value in the error: "result".
         reducers: Reducers of the frameworks in use.
         pack: Packs the value.
 
     Raises:
-        ResultError: A part of it cannot be pickled (the error names its type and the path to it), or
-            there is no memory for it.
+        ResultError: A part of the value cannot be pickled (the error names its type and the path to it), or there is no
+            memory for it.
     """
     refuse_shared(value, what, name)
     output = check(value, what, name, reducers)
     try:
         return pack(output.stream, output.buffers)
     except (OSError, MemoryError) as error:
-        size_bytes = sum(part.nbytes for part in (*output.stream, *output.buffers))
-        reason = f"{format_bytes(size_bytes)}: {short_text(error)}"
-        raise ResultError(what, name, NO_ROOM, reason) from error
+        size = format_bytes(sum(part.nbytes for part in (*output.stream, *output.buffers)))
+        raise ResultError(what, name, NO_ROOM, f"{size}: {short_text(error)}") from error
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
-    """Refuse an argument or return value that is itself a lock or the like, since a new one would guard nothing.
-
-    Args:
-        value: See `dumps`.
-        what: See `dumps`.
-        name: See `dumps`.
-
-    Raises:
-        ResultError: The value is a lock or the like.
-    """
+    """Raise `ResultError` if a value is itself a lock or the like: a new lock would guard nothing."""
     if made_anew.is_shared(value):
-        kind = type(value).__name__.strip("_").capitalize()
-        reason = (
-            f"it works between the threads of one process; use multiprocessing.Manager().{kind}()"
-        )
+        use = f"multiprocessing.Manager().{type(value).__name__.strip('_').capitalize()}()"
+        reason = f"it works between the threads of one process; use {use}"
         raise ResultError(what, name, _type_name(value), reason)
 
 
@@ -251,42 +209,35 @@ def check(
     error_way: str = _WHOLE,
     lacking: frozenset[Key] = frozenset(),
 ) -> _Output:
-    """Pickle a value without packing it.
+    """Pickle a value without packing it. See `dumps`, and `ByValuePickler` for `lacking`.
 
-    Args:
-        value: See `dumps`.
-        what: See `dumps`.
-        name: See `dumps`.
-        reducers: See `dumps`.
-        depth: Depth of the search for the part that cannot be pickled.
-        error_way: How exceptions are pickled.
-        lacking: See `ByValuePickler`.
-
-    Raises:
-        ResultError: See `dumps`.
+    `depth` bounds the search for the part that cannot be pickled. `error_way` says how exceptions are pickled.
     """
     to_flow = what in _TO_FLOW
+
+    def pickled(with_hints: bool) -> _Output:
+        output = _Output()
+        ValuePickler(
+            output,
+            reducers,
+            error_way,
+            to_flow=to_flow,
+            by_name=what == "transaction",
+            lacking=lacking,
+            with_hints=with_hints,
+        ).dump(value)
+        return output
+
     try:
-        # Names in annotations are rarely needed, and may be the part that cannot be pickled.
-        for with_hints in (True, False):
-            output = _Output()
-            try:
-                ValuePickler(
-                    output,
-                    reducers,
-                    error_way,
-                    to_flow=to_flow,
-                    by_name=what == "transaction",
-                    lacking=lacking,
-                    with_hints=with_hints,
-                ).dump(value)
-                return output
-            except MemoryError:
+        try:
+            return pickled(with_hints=True)
+        except MemoryError:
+            raise
+        except Exception:
+            if to_flow:
                 raise
-            except Exception:
-                if to_flow or not with_hints:
-                    raise
-        raise AssertionError("the second try returns or raises")
+            # Names in annotations are rarely needed, and may be the part that cannot be pickled.
+            return pickled(with_hints=False)
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, short_text(error)) from error
     except Exception as error:
@@ -297,11 +248,7 @@ def check(
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
-    """Unpickle a value from the other process in place, over the received buffers.
-
-    Raises:
-        ResultError: The value cannot be rebuilt here.
-    """
+    """Unpickle a value from the other process over the received buffers, or raise `ResultError`."""
     try:
         return _load(data)
     except Exception as error:
@@ -317,9 +264,8 @@ def _load(data: PackedValue | ReceivedValue) -> Any:
 def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
     """Pickle an exception so that it can be unpickled in any case.
 
-    Returns:
-        The packed exception. Attributes that cannot be pickled are left out and named in a note. If the class
-        cannot be pickled, or the exception cannot be shown, a `ResultError` with its type and text.
+    Attributes that cannot be pickled are left out and named in a note. If the class cannot be pickled, or the exception
+    cannot be shown, a `ResultError` with its type and text replaces the exception.
     """
     problem: Exception | None = None
     for way in (_WHOLE, _BY_PARTS, _TRIMMED):
@@ -341,7 +287,7 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
 
 
 def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
-    """Raise if an exception does not arrive as Prefect uses it: another type or text, or a text that cannot be read."""
+    """Raise if an exception arrives with another type or text, or cannot be used by Prefect."""
     try:
         again = _load(data)
         if type(again) is not type(error):
@@ -378,7 +324,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, BaseException):
             for index, part in enumerate(value.args):
                 yield f".args[{index}]", part
-        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        for key, part in {**getattr(value, "__dict__", {}), **held}.items():
+        for key, part in {**getattr(value, "__dict__", {}), **slots_of(value)}.items():
             yield f".{key}", part

@@ -1,8 +1,7 @@
 """Registrations by module-level code of a script: Keras' travel, and errors of other libraries get a note.
 
-Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so the
-registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read;
-an error of such a library gets a note with remedies.
+Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so
+the registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 
 from prefect_gpu.frameworks.adapter import imported
 from prefect_gpu.frameworks.hooks import AfterImport
-from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.values.by_value import Key
 from prefect_gpu.values.importable import travels_by_value
+from prefect_gpu.values.made_anew import own_name
 from prefect_gpu.values.stand_ins import stand_in
 
 #: Words in errors about missing registrations: Keras, `codecs`, OmegaConf, Transformers, PyTorch.
@@ -41,10 +40,9 @@ def find_registered() -> dict[str, Key]:
         return {}
     found = {}
     for name, value in dict(keras.saving.get_custom_objects()).items():
-        module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-        if isinstance(module, str) and travels_by_value(value):
-            if find_in_namespace(module, qualified) is value:
-                found[name] = (module, qualified)
+        key = own_name(value)
+        if key is not None and travels_by_value(value):
+            found[name] = key
     return found
 
 
@@ -68,12 +66,7 @@ def _register(registered: Mapping[str, Key]) -> None:
 
 
 def add_note(error: BaseException, function: Any) -> None:
-    """Add a note to an error whose cause may be a registration by a script's module-level code.
-
-    Args:
-        error: Exception of a task's body.
-        function: The body.
-    """
+    """Add a note to an error of a task's body whose cause may be a registration by a script's module-level code."""
     try:
         fits = travels_by_value(function) and _UNREGISTERED.search(str(error)) is not None
     except Exception:  # a text of the user's that cannot be had

@@ -1,14 +1,12 @@
 """Functions and classes that a body passes to processes of `multiprocessing`, and their results.
 
-Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or
-a script that was loaded by path does not run in it, so functions and classes of these travel by value, as from
-the flow's process to the task's (`by_value`). This holds for all users of the pickler of `multiprocessing`,
-with each start method: `Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers
-of a `DataLoader`.
+Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or a
+script that was loaded by path does not run in it, so their functions and classes travel by value (`by_value`). This
+holds for all users of the pickler of `multiprocessing`, with each start method: `Process`, `Pool`,
+`ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers of a `DataLoader`.
 
-A receiving process treats them as if it had imported their module: functions, classes and variables that it already has
-under their names stay, and functions of one module share their global variables. So the functions of a `Pool` see the
-variables that its initializer sets.
+Functions, classes and variables that a receiving process has under their names stay, and functions of one module share
+their global variables. So the functions of a `Pool` see the variables that its initializer sets.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.values.by_value import ByValuePickler, Key, find
 from prefect_gpu.values.importable import travels_by_value
+from prefect_gpu.values.made_anew import own_name
 
 #: Pickled functions and classes that were sent or received.
 _sent: dict[Key, bytes] = {}
@@ -57,12 +56,9 @@ def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
     """Return the class or function that another process sent.
 
     Args:
-        key: `None`: it has no name of its own.
-        data: Output of `ByValuePickler`; `None`: it cannot be sent by value.
-        problem: Reason why it cannot be sent.
-
-    Raises:
-        pickle.UnpicklingError: It cannot be sent by value, and this process does not have it.
+        key: Its name; `None`: no name of its own.
+        data: Output of `ByValuePickler`; `None`: this process must have it.
+        problem: Reason why it cannot be sent by value.
     """
     # This process may send such a class back.
     install()
@@ -85,7 +81,8 @@ def _release_in_fork(owner: type) -> None:
 def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
     if not isinstance(obj, (type, FunctionType)) or not travels_by_value(obj):
         return NotImplemented
-    key = _key(obj)
+    # `None`: its module does not have it under its name.
+    key = own_name(obj)
     # A process that starts gets global variables as they are now. One that runs has them.
     data = None if key is None or get_spawning_popen() is not None else _sent.get(key)
     if data is None:
@@ -108,14 +105,8 @@ def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
     return load, (key, data)
 
 
-def _key(obj: Any) -> Key | None:
-    """Return the key of a function or class; `None`: its module does not have it under its name."""
-    key = obj.__module__, obj.__qualname__
-    return key if find(key) is obj else None
-
-
 def _is_forked() -> bool:
-    """Return whether this process may be, or have, a fork of `multiprocessing`: both have the same functions and classes."""
+    """Return whether this process may be, or have, a fork of `multiprocessing`, with the same functions and classes."""
     if multiprocessing.parent_process() is not None:
         return True
     started = (getattr(each, "_popen", None) for each in multiprocessing.active_children())

@@ -1,15 +1,14 @@
 """Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
 
-In a process that received functions or classes by value, a stand-in has the name of their module and holds
-them, so that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in
-asks the flow's process once, and the object arrives by value. Module-level code of the script does not run
-here.
-
-The task's process sets the way to ask (`set_source`). `by_value` makes functions and classes.
+In a process that received functions or classes by value, a stand-in has the name of their module and holds them, so
+that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's
+process once, and the object arrives by value. Module-level code of the script does not run here. `by_value` makes
+functions and classes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -31,28 +30,25 @@ class _Asking:
     """The state of asking for names. Any thread may read a stand-in."""
 
     def __init__(self) -> None:
+        #: `None`: this process cannot ask, as in a fork, which has no channel.
         self.source: Source | None = None
         #: Names that the flow's process does not have, with their modules.
         self.absent: set[tuple[str, str]] = set()
         #: `names`: the names that a thread is asking for, since an arriving object may need itself.
         self.by_thread = threading.local()
-        PROCESS_RESOURCES.after_fork(self, _Asking._renew)
-
-    def _renew(self) -> None:
-        # A fork has no channel to ask by.
-        self.source = None
 
 
 _asking = _Asking()
+PROCESS_RESOURCES.after_fork(_asking, lambda asking: setattr(asking, "source", None))
 
 
 def set_source(source: Source | None) -> None:
-    """Set the function that asks the flow's process for names; `None`: ask no more.
-
-    Args:
-        source: Called with the name of a module and of its attribute; raises `AttributeError` for an unknown name.
-    """
+    """Set the function that asks for an attribute of a module, or raises `AttributeError`; `None`: ask no more."""
     _asking.source = source
+
+
+def _absent(module: str, name: str) -> AttributeError:
+    return AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 class StandIn(ModuleType):
@@ -64,25 +60,22 @@ class StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             # Libraries look for these in each module; their absence is an answer.
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+            raise _absent(self.__name__, name)
         return vars(self).setdefault(name, fetch(self.__name__, name))
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, by value. A missing name is asked for once.
+    """Return an attribute of a module of the flow's process, or raise `AttributeError`. Each name is asked once.
 
     No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
-
-    Raises:
-        AttributeError: The attribute does not exist or cannot be sent, or this process cannot ask.
     """
-    key, source = (module, name), _asking.source
+    key = (module, name)
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
-    if source is None or key in names or key in _asking.absent:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if _asking.source is None or key in names or key in _asking.absent:
+        raise _absent(module, name)
     names.add(key)
     try:
-        return source(module, name)
+        return _asking.source(module, name)
     except AttributeError:
         _asking.absent.add(key)
         raise
@@ -91,38 +84,34 @@ def fetch(module: str, name: str) -> Any:
 
 
 def stand_in(name: str) -> ModuleType:
-    """Return the module of a name for functions that travel by value; make it if needed.
-
-    A module that this process can import is imported.
-    """
+    """Return the module of a name for functions that travel by value; import it, or make a stand-in, if needed."""
     found = sys.modules.get(name)
     if isinstance(found, StandIn):
         return found
     if name != "__main__":
         if found is not None:
             return found
-        try:
+        with contextlib.suppress(ImportError):
             __import__(name)
             return sys.modules[name]
-        except ImportError:
-            pass
     made = sys.modules[name] = StandIn(name)
     vars(made)["__builtins__"] = __builtins__
     return made
 
 
 def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global variables of functions of a module that travel by value.
-
-    Args:
-        name: Name of the module.
-        attributes: `__file__`, `__package__` and the like, which a stand-in does not have yet.
-    """
+    """Return the global variables of a module's functions that travel by value; a stand-in gets missing attributes."""
     module = stand_in(name)
     held = vars(module)
     if isinstance(module, StandIn):
         held.update({k: v for k, v in attributes.items() if held.get(k) is None})
     return held
+
+
+def keep(key: tuple[str, str] | None, value: Any) -> None:
+    """Keep an object under its name in its module, unless the module has one; `None`: no name."""
+    if key is not None and "." not in key[1]:
+        vars(stand_in(key[0])).setdefault(key[1], value)
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -152,8 +141,8 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
     """Give this process a stand-in for the flow's `__main__`, and make modules ask for missing names.
 
     Args:
-        private: Names of modules of the flow's process that no fresh interpreter can import.
-        users: Names of the user's other modules there: a script may have added to them.
+        private: Modules of the flow's process that no fresh interpreter can import.
+        users: The user's other modules there: a script may have added to them.
     """
     stand_in("__main__")
     names = frozenset(private)
@@ -164,20 +153,17 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
 
 def _has_submodule(package: str, name: str) -> bool:
     path = look_at(package, "__path__")
-    if path is None:
-        return False
-    return importlib.machinery.PathFinder.find_spec(f"{package}.{name}", path) is not None
+    find_spec = importlib.machinery.PathFinder.find_spec
+    return path is not None and find_spec(f"{package}.{name}", path) is not None
 
 
 def _ask_for_missing(name: str) -> None:
     module = sys.modules[name]
 
     def ask(attribute: str) -> Any:
-        if attribute.startswith("__"):
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
-        if _has_submodule(name, attribute):
-            # `from package import module` imports it.
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        # `from package import module` imports a submodule.
+        if attribute.startswith("__") or _has_submodule(name, attribute):
+            raise _absent(name, attribute)
         return vars(module).setdefault(attribute, fetch(name, attribute))
 
     # A module's own `__getattr__` takes precedence.

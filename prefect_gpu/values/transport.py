@@ -1,17 +1,13 @@
 """How bytes, memory files and values travel over the socket between a parent and its child.
 
-From the bottom up:
-
-- A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. `FrameReader`
-  reads them, on both sides. A stream that ends inside a frame means that its sender died, which is no error of
-  the protocol.
-- A *memory file* is memory without a name that passes from process to process by descriptor. It is
-  written once, sealed, and mapped privately: no other process sees a change of the mapping. When its last
-  descriptor and its last mapping are gone, the memory is freed, also after the death of a process.
-- A *value* is pickled by `values` into a stream and large buffers beside it. `pack` makes a
-  `PackedValue` of both, which is one frame and the memory files sent with it. The other side turns it
-  into a `ReceivedValue`, which is unpickled in place. Small values are a frame without files; so are
-  all values where the system has no memory files (macOS).
+- A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. A stream that ends inside a frame
+  means that its sender died, which is no error of the protocol.
+- A *memory file* is memory without a name that passes from process to process by descriptor. It is written once,
+  sealed, and mapped privately: no other process sees a change of the mapping. Its memory is freed with its last
+  descriptor and its last mapping, also after the death of a process.
+- A *value* is pickled into a stream and large buffers beside it. `pack` makes a `PackedValue` of both: one frame and
+  the memory files sent with it. The other side turns it into a `ReceivedValue`, which is unpickled in place. Small
+  values are a frame without files; so are all values if the system has no memory files (macOS).
 
 `messages` has the contents of frames. The sockets belong to `launcher` and to the child's channel.
 """
@@ -35,23 +31,21 @@ from typing import Final, NamedTuple, TypeAlias
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-# Memory files.
-
-#: Whether this system has memory files: Linux has. (`/dev/shm` is no substitute: containers give it
-#: 64 MB, and names in it outlive the process that made them.)
+#: Whether this system has memory files, as Linux. (`/dev/shm` is no substitute: containers give it 64 MB, and names in
+#: it outlive the process that made them.)
 AVAILABLE = hasattr(os, "memfd_create")
 
-#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2
-#: cores, Linux 6.18: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping
-#: in the way of the seal. Pieces from 256 KiB to 64 MiB take the same time.
+#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2 cores, Linux 6.18:
+#: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping, which would prevent the seal.
+#: Pieces from 256 KiB to 64 MiB take the same time.
 _WRITE_BYTES = 8 << 20
 
-#: Bytes that are compared in one call: less than `malloc` takes from the system anew each time (128 KiB).
-#: It takes less than half the time of writing the file anew (256 MiB, 2 busy cores: 0.07 and 0.16 s).
+#: Bytes that are compared in one call: less than `malloc` takes from the system anew each time (128 KiB). It takes less
+#: than half the time of writing the file anew (256 MiB, 2 busy cores: 0.07 and 0.16 s).
 _COMPARE_BYTES = 64 << 10
 
-#: Files that are mapped at a time in one process before Python 3.13, where a mapping keeps a
-#: descriptor: a quarter of the usual limit (1,024). Further files are copied into plain memory.
+#: Files mapped at a time in one process before Python 3.13, where a mapping keeps a descriptor: a quarter of the usual
+#: limit (1,024). Further files are copied into plain memory.
 _MOST_MAPPED = 256
 
 #: Alignment of the parts of a file and of a frame, in bytes, as in the frameworks' own memory.
@@ -62,11 +56,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class MemoryFile(io.FileIO):
-    """A memory file, closed with the last reference to this object, or by a fork; mappings stay.
-
-    Args:
-        descriptor: Descriptor of the file; this object owns it.
-    """
+    """A memory file; it owns its descriptor. It is closed with its last reference, or by a fork; mappings stay."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -77,11 +67,7 @@ class MemoryFile(io.FileIO):
         self.close()
 
     def map(self) -> mmap.mmap:
-        """Map the whole file, copy on write.
-
-        Raises:
-            ProtocolError: The file cannot be mapped.
-        """
+        """Map the whole file, copy on write, or raise `ProtocolError`."""
         try:
             return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
         except (OSError, ValueError, MemoryError) as error:
@@ -90,8 +76,7 @@ class MemoryFile(io.FileIO):
     def holds(self, parts: Sequence[memoryview]) -> bool:
         """Return whether the file holds exactly these bytes, as `write_file` lays them out."""
         offsets, end = lay_out([part.nbytes for part in parts])
-        # `bytes` are compared at once; views would be compared element by element, with the interpreter's lock
-        # held.
+        # `bytes` are compared at once; views element by element, with the interpreter's lock held.
         return os.fstat(self.fileno()).st_size == end and all(
             os.pread(self.fileno(), len(piece := part[at : at + _COMPARE_BYTES]), offset + at)
             == piece.tobytes()
@@ -116,12 +101,7 @@ def _map_privately(descriptor: int, size_bytes: int) -> mmap.mmap:
 
 
 def lay_out(sizes_bytes: Sequence[int], alignment: int = _ALIGNMENT) -> tuple[list[int], int]:
-    """Return the offset of each part of a file, and the end of the last one.
-
-    Args:
-        sizes_bytes: Sizes of the parts, in order.
-        alignment: Parts begin at multiples of this number of bytes.
-    """
+    """Return the offsets of the parts of a file, multiples of `alignment` bytes, and the end of the last part."""
     offsets, end = [], 0
     for size_bytes in sizes_bytes:
         offset = -(-end // alignment) * alignment
@@ -134,8 +114,7 @@ def write_file(parts: Sequence[memoryview], alignment: int = _ALIGNMENT) -> Memo
     """Write flat parts to a new memory file, laid out by `lay_out`, and seal it.
 
     Raises:
-        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it
-            (`ENOMEM`, `ENOSPC`).
+        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it (`ENOMEM`, `ENOSPC`).
     """
     offsets, end = lay_out([part.nbytes for part in parts], alignment)
     file = MemoryFile(os.memfd_create("prefect-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -163,8 +142,7 @@ BOOT: Final = 3
 #: Longest frame. A larger length is garbage on the stream.
 LONGEST_FRAME_BYTES: Final = 1 << 44
 
-#: Bytes from which a frame's body gets memory of its own from the system: it is not filled with zeros
-#: first, and is returned to the system as soon as nothing refers to it.
+#: Bytes from which a frame's body gets memory of its own, without zeros, that returns to the system after its last use.
 MAPPED_BYTES: Final = 1 << 20
 
 #: A frame's body: bytes that pickle reads in place.
@@ -185,11 +163,7 @@ def frame_header(kind: int, size_bytes: int) -> bytes:
 
 
 def allocate_body(size_bytes: int) -> FrameBody:
-    """Allocate memory for a frame's body.
-
-    Raises:
-        ProtocolError: There is not enough memory.
-    """
+    """Allocate memory for a frame's body, or raise `ProtocolError`."""
     try:
         if size_bytes < MAPPED_BYTES:
             return bytearray(size_bytes)
@@ -200,13 +174,9 @@ def allocate_body(size_bytes: int) -> FrameBody:
 
 
 def send(channel: socket.socket, data: memoryview, files: Sequence[MemoryFile] = ()) -> int:
-    """Send some of `data`, and all of `files` with its first byte.
+    """Send some of `data`, and all of `files` with its first byte; return the number of bytes sent.
 
-    The kernel delivers descriptors with the byte that they were sent with, and never joins that byte to earlier
-    bytes.
-
-    Returns:
-        Number of bytes sent; the files were sent with them.
+    The kernel delivers descriptors with the byte that they were sent with, and never joins that byte to earlier bytes.
 
     Raises:
         BlockingIOError: The socket is full.
@@ -255,10 +225,9 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Reads frames from a socket, in pieces of any size.
+    """Reads frames from a socket, blocking or not, in pieces of any size.
 
-    Bytes are received straight into the memory of their frame, and never past its end. So the socket may be
-    blocking or not.
+    Bytes are received straight into the memory of their frame, and never past its end.
     """
 
     def __init__(self) -> None:
@@ -280,16 +249,12 @@ class FrameReader:
         self._files = []
 
     def receive(self, channel: socket.socket) -> Frame | None:
-        """Receive some bytes.
-
-        Returns:
-            The frame that these bytes complete; `None`: no frame is complete yet.
+        """Receive some bytes; return the frame that they complete. `None`: no frame is complete yet.
 
         Raises:
             EOFError: The other end is closed.
             BlockingIOError: There are no bytes now.
-            ProtocolError: The bytes are not a frame, its body finds no memory, or its memory files
-                could not be received.
+            ProtocolError: The bytes are not a frame, or its body or its memory files cannot be received.
             OSError: The other end is gone.
         """
         size_bytes, files = _receive(channel, self._free)
@@ -317,14 +282,13 @@ class FrameReader:
 
 # Values.
 
-#: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in
-#: another process, by frame and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and
-#: 0.29 for 256 KiB, 0.97 and 0.58 for 1 MiB, 5.5 and 2.7 for 4 MiB. Up to 1 MiB that is not worth a
-#: descriptor on both sides.
+#: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in another process, by
+#: frame and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and 0.29 for 256 KiB, 0.97 and 0.58 for
+#: 1 MiB, 5.5 and 2.7 for 4 MiB. Up to 1 MiB that is not worth a descriptor on both sides.
 FILE_BYTES = 1 << 20
 
-#: Most memory files of one value, each with a descriptor. Large parts have a file each, so that releasing one
-#: frees its memory; the other parts share the last file.
+#: Most memory files of one value, each with a descriptor. Large parts have a file each, so that releasing one frees its
+#: memory; the other parts share the last file.
 MOST_FILES = 16
 
 _COUNT = struct.Struct("!I")
@@ -423,8 +387,7 @@ def _pack(
             places |= {1 + n: (len(files), at) for n, at in zip(group, offsets, strict=True)}
             files.append(write([buffers[index] for index in group]))
         if sizes[0] >= FILE_BYTES:
-            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the
-            # same stream, so it is always written.
+            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the same stream.
             places[0] = (len(files), 0)
             files.append(write_file(stream, alignment=1))
     inside = [number for number in range(len(parts)) if number not in places]
@@ -446,13 +409,7 @@ def _pack(
 
 
 def unpack(frame: Frame) -> ReceivedValue:
-    """Find a value's parts in its frame and its files.
-
-    Files are mapped, and open as long as the returned value exists.
-
-    Raises:
-        ProtocolError: The parts do not fit the frame, or a file cannot be mapped.
-    """
+    """Find a value's parts in its frame and its mapped files, or raise `ProtocolError`: they do not fit."""
     # The frame is last, at index -1.
     memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []

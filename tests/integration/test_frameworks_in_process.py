@@ -531,7 +531,7 @@ def test_a_session_of_a_tensorflow_server_runs_under_a_cap():
     found = run_child(
         """
 import tensorflow as tf
-from prefect_gpu.frameworks.tensorflow_devices import hold_caps
+from prefect_gpu.frameworks.tensorflow_adapter import hold_caps
 
 v1 = tf.compat.v1
 # Without a GPU TensorFlow takes no notice of its options.
@@ -551,7 +551,7 @@ def test_a_tensorflow_that_opens_gpus_otherwise_is_refused_under_a_cap_only():
         """
 import tensorflow
 from tensorflow.python.grappler import _pywrap_tf_cluster
-from prefect_gpu.frameworks.tensorflow_devices import hold_caps
+from prefect_gpu.frameworks.tensorflow_adapter import hold_caps
 
 del _pywrap_tf_cluster.TF_NewCluster
 hold_caps(None, (8,))

@@ -21,7 +21,9 @@ from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_opti
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.frameworks.torch_adapter import ALL_MARGIN_BYTES, fraction_for
 from prefect_gpu.units import GIB, MIB
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import TWO, apply, policy
+
+TORCH = ADAPTERS["torch"]
 
 
 class FakeTorch:
@@ -40,16 +42,9 @@ class FakeTorch:
             is_initialized=lambda: not self._queued,
             get_device_properties=lambda i: SimpleNamespace(total_memory=80 * GIB),
             set_per_process_memory_fraction=lambda f, i: self.log.append(("cap", i, f * 80)),
-            memory_stats=lambda i: {
-                "allocated_bytes.all.current": 1,
-                "allocated_bytes.all.peak": 2,
-                "reserved_bytes.all.current": 3,
-                "reserved_bytes.all.peak": 4,
-                "reserved_bytes.all.freed": 6,
-                "num_alloc_retries": 5,
-            },
             memory_stats_as_nested_dict=lambda i: {
-                "allocated_bytes": {"all": {"current": 1}},
+                "allocated_bytes": {"all": {"current": 1, "peak": 2}},
+                "reserved_bytes": {"all": {"current": 3, "peak": 4, "freed": 6}},
                 "num_alloc_retries": 5,
             },
             get_allocator_backend=lambda: self.backend,
@@ -88,62 +83,48 @@ def no_allocator_options(monkeypatch):
         monkeypatch.delenv(name)
 
 
-@pytest.fixture
-def torch(monkeypatch):
+def user_of(make, module, monkeypatch):
+    """Return a function that makes a fake of a framework and puts it into place."""
+
     def use(**options):
-        fake = FakeTorch(**options)
-        monkeypatch.setitem(sys.modules, "torch", fake)
+        fake = make(**options)
+        monkeypatch.setitem(sys.modules, module, fake)
         return fake
 
     return use
 
 
+@pytest.fixture
+def torch(monkeypatch):
+    return user_of(FakeTorch, "torch", monkeypatch)
+
+
 def test_torch_caps_when_cuda_starts_and_not_before(torch):
     fake = torch(devices=2)
-    ADAPTERS["torch"].apply(
-        policy(
-            device_uuids=("a", "b"),
-            total_bytes=(80 * GIB,) * 2,
-            budget_bytes=(8 * GIB, 4 * GIB),
-            allocation="limit",
-            cpus=2,
-        )
-    )
+    apply("torch", **TWO, allocation="limit", cpus=2)
     assert fake.log == [("threads", 2)]
-    assert ADAPTERS["torch"].counters() is None
-    assert ADAPTERS["torch"].sample() is None
+    assert TORCH.counters() is None
     fake.start_cuda()
     assert fake.log[1:] == [("cap", 0, 8.0), ("cap", 1, 4.0)]
-    assert ADAPTERS["torch"].counters() == Counters(2, 6, 4, 8, 10, 12)
+    assert TORCH.counters() == Counters(2, 6, 4, 8, 10, 12)
     fake.backend = "cudaMallocAsync"
-    assert ADAPTERS["torch"].counters().freed_bytes is None
-    assert ADAPTERS["torch"].sample() == (2, 10)
+    assert TORCH.counters().freed_bytes is None
+
+
+FRACTION = "per_process_memory_fraction:0.050000"
 
 
 @pytest.mark.parametrize(
     ("version", "before", "after"),
     [
-        pytest.param(
-            "2.13.0+cu130",
-            {},
-            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.050000"},
-            id="it",
-        ),
+        pytest.param("2.13.0+cu130", {}, {"PYTORCH_ALLOC_CONF": FRACTION}, id="it"),
         pytest.param(
             "2.11.0",
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            {
-                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,"
-                "per_process_memory_fraction:0.050000"
-            },
+            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True,{FRACTION}"},
             id="beside other options, where they are",
         ),
-        pytest.param(
-            None,
-            {},
-            {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.050000"},
-            id="not imported yet",
-        ),
+        pytest.param(None, {}, {"PYTORCH_ALLOC_CONF": FRACTION}, id="not imported yet"),
         pytest.param("2.10.1", {}, {}, id="an older release refuses what it does not know"),
     ],
 )
@@ -157,70 +138,46 @@ def test_processes_that_a_body_starts_inherit_the_smallest_cap(
         torch(devices=2).__version__ = version
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    two = {"device_uuids": ("a", "b"), "total_bytes": (80 * GIB,) * 2}
-    limited = policy(**two, budget_bytes=(8 * GIB, 4 * GIB), allocation="limit", cpus=2)
-    ADAPTERS["torch"].cap_subprocesses(limited, os.environ)
+    limited = policy(**TWO, allocation="limit", cpus=2)
+    TORCH.cap_subprocesses(limited, os.environ)
     if version is not None:
         # Again, as it is imported.
-        ADAPTERS["torch"].apply(limited)
+        TORCH.apply(limited)
     assert {
         name: os.environ[name] for name in torch_adapter.ALLOCATOR_VARIABLES if name in os.environ
     } == after
     # A GPU task that the body submits, or a flow that it starts, has a budget of its own.
-    inner = child_environment(policy(allocation="growth"), [ADAPTERS["torch"]], os.environ)
+    inner = child_environment(policy(allocation="growth"), [TORCH], os.environ)
     seen = {**os.environ, **inner}
     for name in torch_adapter.ALLOCATOR_VARIABLES:
         assert seen.get(name) == before.get(name)
     assert seen.get(torch_adapter.SUBPROCESS_CAP) is None
 
 
-def test_torch_is_traced_once_cuda_has_started(torch, monkeypatch):
-    fake = torch()
-    ADAPTERS["torch"].apply(policy(allocation="limit"))
+def test_what_torch_does_once_cuda_has_started(torch, monkeypatch, tmp_path):
+    fake, path = torch(devices=2), tmp_path / "a.pickle"
     monkeypatch.setattr(torch_adapter, "begin_trace", lambda torch: ("a trace of", torch))
-    assert ADAPTERS["torch"].begin_trace() is None
-    fake.start_cuda()
-    assert ADAPTERS["torch"].begin_trace() == ("a trace of", fake)
-
-
-def test_torch_records_for_snapshots_from_the_start_of_cuda(torch, monkeypatch):
-    fake = torch()
     monkeypatch.setattr(torch_adapter, "record_history", lambda torch: fake.log.append(torch))
-    ADAPTERS["torch"].apply(policy(snapshot_path="/snapshots/a.pickle"))
-    assert fake not in fake.log
-    fake.start_cuda()
-    assert fake.log[-1] is fake
-
-
-def test_torch_has_a_page_for_each_device_and_a_snapshot_once_cuda_has_started(torch, tmp_path):
-    fake = torch(devices=2)
     fake.cuda.memory_summary = lambda index: f"page {index}"
     fake.cuda.memory = SimpleNamespace(_dump_snapshot=lambda path: open(path, "w").close())
-    path = tmp_path / "a.pickle"
-    ADAPTERS["torch"].apply(
-        policy(
-            device_uuids=("a", "b"),
-            total_bytes=(80 * GIB,) * 2,
-            budget_bytes=(8 * GIB,) * 2,
-            allocation="limit",
-        )
-    )
-    assert ADAPTERS["torch"].memory_summary() == ""
-    assert ADAPTERS["torch"].write_snapshot(str(path)) is False
+    apply("torch", **TWO, allocation="limit", snapshot_path="/snapshots/a.pickle")
+    assert TORCH.begin_trace() is None
+    assert TORCH.memory_summary() == ""
+    assert TORCH.write_snapshot(str(path)) is False
+    TORCH.release_cached()
+    assert not emptied(fake)
+    assert fake not in fake.log and "emptied" not in fake.log
     fake.start_cuda()
-    assert ADAPTERS["torch"].memory_summary() == "page 0\npage 1"
-    assert ADAPTERS["torch"].write_snapshot(str(path)) is True
+    assert fake in fake.log, "it records for snapshots"
+    assert TORCH.begin_trace() == ("a trace of", fake)
+    assert TORCH.memory_summary() == "page 0\npage 1"
+    assert TORCH.write_snapshot(str(path)) is True
     assert path.exists()
-
-
-def test_torch_empties_its_cache_once_cuda_has_started(torch):
-    fake = torch()
-    ADAPTERS["torch"].apply(policy(allocation="limit"))
-    ADAPTERS["torch"].release_cached()
-    assert "emptied" not in fake.log
-    fake.start_cuda()
-    ADAPTERS["torch"].release_cached()
+    TORCH.release_cached()
     assert fake.log[-1] == "emptied"
+    # The driver's own pool would wait for the device.
+    fake.backend = "cudaMallocAsync"
+    assert not emptied(fake)
 
 
 class FakeGraph:
@@ -243,13 +200,13 @@ def graphs(torch, monkeypatch):
     fake.cuda.CUDAGraph = Graph
     monkeypatch.setattr(torch_adapter, "_captures", CaptureWatch())
     for _ in range(2):
-        ADAPTERS["torch"].apply(policy())
+        apply("torch")
     return fake, Graph
 
 
 def emptied(fake):
     before = len(fake.log)
-    ADAPTERS["torch"].release_unused()
+    TORCH.release_unused()
     return fake.log[before:] == ["emptied"]
 
 
@@ -293,18 +250,9 @@ def test_no_capture_begins_while_torch_releases(graphs):
         order.append("emptied")
 
     fake.cuda.empty_cache = empty
-    ADAPTERS["torch"].release_unused()
+    TORCH.release_unused()
     begins.join()
     assert order == ["emptied", "begun"]
-
-
-def test_torch_releases_nothing_before_cuda_or_with_another_allocator(torch):
-    fake = torch()
-    ADAPTERS["torch"].apply(policy(allocation="limit"))
-    assert not emptied(fake)
-    fake.start_cuda()
-    fake.backend = "cudaMallocAsync"
-    assert not emptied(fake)
 
 
 def test_a_class_whose_captures_cannot_be_watched_captures_for_ever():
@@ -314,44 +262,35 @@ def test_a_class_whose_captures_cannot_be_watched_captures_for_ever():
         assert not none_is
 
 
-def test_torch_growth_sets_no_cap(torch):
+def test_torch_growth_sets_no_cap_and_all_takes_it_at_once_but_for_a_margin(torch):
     fake = torch()
-    ADAPTERS["torch"].apply(policy())
+    apply("torch")
     assert not fake._queued
-
-
-def test_torch_all_takes_the_cap_at_once_but_for_a_margin(torch):
-    fake = torch()
-    ADAPTERS["torch"].apply(policy(allocation="all"))
-    assert fake.log[1:] == [("cap", 0, 8.0), ("take", "cuda:0", 8 * GIB - ALL_MARGIN_BYTES)]
-
-
-def test_torch_all_that_finds_no_room_says_so(torch):
-    torch(room=GIB)
-    with pytest.raises(FrameworkError, match="allocation=all could not take"):
-        ADAPTERS["torch"].apply(policy(allocation="all"))
+    apply("torch", allocation="all")
+    taken = ("take", "cuda:0", 8 * GIB - ALL_MARGIN_BYTES)
+    assert [entry for entry in fake.log if entry[0] != "threads"] == [("cap", 0, 8.0), taken]
 
 
 @pytest.mark.parametrize(
-    ("built", "why"), [(False, "built without CUDA"), (True, "libraries may be missing")]
+    ("options", "changes", "says"),
+    [
+        ({"room": GIB}, {"allocation": "all"}, "allocation=all could not take"),
+        ({"devices": 0, "built": False}, {}, "1 GPU.s. allotted, 0 found.*built without CUDA"),
+        ({"devices": 0}, {}, "1 GPU.s. allotted, 0 found.*libraries may be missing"),
+        ({}, {"allocation": "limit", "caching": False}, "caching=off disables the cap"),
+    ],
+    ids=["no room", "a build without CUDA", "libraries", "no cache"],
 )
-def test_torch_without_the_allotted_device_is_an_error(torch, built, why):
-    torch(devices=0, built=built)
-    with pytest.raises(FrameworkError, match=r"1 GPU\(s\) allotted, 0 found") as caught:
-        ADAPTERS["torch"].apply(policy())
-    assert why in str(caught.value)
-
-
-def test_torch_refuses_a_cap_without_its_cache(torch):
-    torch()
-    with pytest.raises(FrameworkError, match="caching=off disables the cap"):
-        ADAPTERS["torch"].apply(policy(allocation="limit", caching=False))
+def test_torch_that_cannot_do_as_it_is_told_says_so(torch, options, changes, says):
+    torch(**options)
+    with pytest.raises(FrameworkError, match=says):
+        apply("torch", **changes)
 
 
 def test_torch_interop_threads_that_are_fixed_already_stand(torch):
     fake = torch(devices=0)
     fake._interop = 4
-    ADAPTERS["torch"].apply(policy(device_kind="host", cpus=2))
+    apply("torch", device_kind="host", cpus=2)
     assert fake.get_num_interop_threads() == 4
 
 
@@ -393,9 +332,10 @@ class FakeTensorFlow:
 
 @pytest.fixture
 def tensorflow(monkeypatch):
+    use_fake = user_of(FakeTensorFlow, "tensorflow", monkeypatch)
+
     def use(runtime=None, **options):
-        fake = FakeTensorFlow(**options)
-        monkeypatch.setitem(sys.modules, "tensorflow", fake)
+        fake = use_fake(**options)
         context = SimpleNamespace(_context=runtime)
         monkeypatch.setitem(sys.modules, "tensorflow.python.eager.context", context)
         # What it does with TensorFlow itself is in `tests/integration/test_frameworks_in_process.py`.
@@ -407,6 +347,7 @@ def tensorflow(monkeypatch):
     return use
 
 
+STARTED = SimpleNamespace(_initialized=True)
 THREADS = [("intra", 1), ("inter", 1)]
 
 
@@ -414,10 +355,7 @@ THREADS = [("intra", 1), ("inter", 1)]
     ("changes", "asked"),
     [
         ({}, [("caps", None)]),
-        (
-            {"allocation": "limit", "context_bytes": {"tensorflow": GIB}},
-            [("caps", (7 * GIB,))],
-        ),
+        ({"allocation": "limit", "context_bytes": {"tensorflow": GIB}}, [("caps", (7 * GIB,))]),
         ({"allocation": "all"}, [("caps", (8 * GIB,)), "started"]),
         ({"device_kind": "host", "allocation": "limit"}, []),
     ],
@@ -425,37 +363,34 @@ THREADS = [("intra", 1), ("inter", 1)]
 )
 def test_tensorflow_gets_growth_or_a_limit(tensorflow, changes, asked):
     fake = tensorflow()
-    ADAPTERS["tensorflow"].apply(policy(**changes))
+    apply("tensorflow", **changes)
     assert fake.log == THREADS + asked
 
 
 @pytest.mark.parametrize(
-    ("built", "why"), [(True, "GPU libraries"), (False, "a build without CUDA")]
+    ("options", "says"),
+    [
+        ({"gpus": 0}, r"1 GPU\(s\) allotted, 0 found.*silently.*GPU libraries"),
+        ({"gpus": 0, "built": False}, r"1 GPU\(s\) allotted, 0 found.*a build without CUDA"),
+        ({"started": True}, "refused the policy .*cannot be modified"),
+        ({"runtime": STARTED}, r"refused the policy \(its GPUs are open\)"),
+    ],
 )
-def test_tensorflow_that_would_silently_use_the_cpu_is_an_error(tensorflow, built, why):
-    tensorflow(gpus=0, built=built)
-    with pytest.raises(FrameworkError, match=r"1 GPU\(s\) allotted, 0 found") as caught:
-        ADAPTERS["tensorflow"].apply(policy())
-    assert why in str(caught.value)
-
-
-def test_tensorflow_that_has_started_refuses(tensorflow):
-    tensorflow(started=True)
-    with pytest.raises(FrameworkError, match=r"refused the policy .*cannot be modified"):
-        ADAPTERS["tensorflow"].apply(policy())
-    fake = tensorflow(SimpleNamespace(_initialized=True))
-    with pytest.raises(FrameworkError, match=r"refused the policy \(its GPUs are open\)"):
-        ADAPTERS["tensorflow"].apply(policy())
-    assert fake.log == THREADS
+def test_tensorflow_that_has_started_or_would_silently_use_the_cpu_refuses(
+    tensorflow, options, says
+):
+    fake = tensorflow(**options)
+    with pytest.raises(FrameworkError, match=says):
+        apply("tensorflow")
+    assert fake.log == ([] if "started" in options else THREADS)
 
 
 def test_tensorflow_counters_need_a_started_runtime_and_a_gpu(tensorflow):
     tensorflow()
     assert ADAPTERS["tensorflow"].counters() is None
-    tensorflow(SimpleNamespace(_initialized=True), gpus=2)
+    tensorflow(STARTED, gpus=2)
     assert ADAPTERS["tensorflow"].counters() == Counters(10, None, 14, None)
-    assert ADAPTERS["tensorflow"].sample() == (10, 0)
-    tensorflow(SimpleNamespace(_initialized=True), gpus=0)
+    tensorflow(STARTED, gpus=0)
     assert ADAPTERS["tensorflow"].counters() is None
 
 
@@ -481,12 +416,12 @@ def gpu_with(**stats):
 
 def test_jax_is_checked_only_where_a_tag_names_it(monkeypatch):
     jax_with(monkeypatch, [])
-    ADAPTERS["jax"].apply(policy())
-    ADAPTERS["jax"].apply(policy(device_kind="host", frameworks=("jax",)))
+    apply("jax")
+    apply("jax", device_kind="host", frameworks=("jax",))
     with pytest.raises(FrameworkError, match=r"0 found \(Unknown backend"):
-        ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
+        apply("jax", frameworks=("jax",))
     jax_with(monkeypatch, [gpu_with()])
-    ADAPTERS["jax"].apply(policy(frameworks=("jax",)))
+    apply("jax", frameworks=("jax",))
 
 
 @pytest.mark.parametrize(
@@ -530,31 +465,26 @@ def test_jax_keeps_to_its_cap_whatever_a_body_sets_before_the_import(
     assert [warns in record.getMessage() for record in caplog.records] == [True] * bool(warns)
 
 
-def test_jax_counters_start_no_backend(monkeypatch):
+def test_jax_counters_start_no_backend_and_programs_are_dropped_once_it_has_started(monkeypatch):
+    adapter = ADAPTERS["jax"]
     pooled = gpu_with(bytes_in_use=1, peak_bytes_in_use=2, pool_bytes=3, peak_pool_bytes=4)
-    jax_with(monkeypatch, [pooled])
-    assert ADAPTERS["jax"].counters() is None
-    jax_with(monkeypatch, [pooled, pooled], ["cuda"])
-    assert ADAPTERS["jax"].counters() == Counters(2, 6, 4, 8)
-    assert ADAPTERS["jax"].sample() == (2, 0)
-    jax_with(monkeypatch, [gpu_with(bytes_in_use=1)], ["cuda"])
-    assert ADAPTERS["jax"].counters() == Counters(1, None, 1, None)
-    jax_with(monkeypatch, [SimpleNamespace(platform="cpu", memory_stats=dict)], ["cpu"])
-    assert ADAPTERS["jax"].counters() is None
-
-
-def test_jax_drops_its_programs_once_a_backend_has_started(monkeypatch):
-    cleared = jax_with(monkeypatch, [])
-    ADAPTERS["jax"].release_cached()
+    cleared = jax_with(monkeypatch, [pooled])
+    assert adapter.counters() is None
+    adapter.release_cached()
     assert cleared == []
-    cleared = jax_with(monkeypatch, [gpu_with()], ["cuda"])
-    ADAPTERS["jax"].release_cached()
+    cleared = jax_with(monkeypatch, [pooled, pooled], ["cuda"])
+    assert adapter.counters() == Counters(2, 6, 4, 8)
+    adapter.release_cached()
     assert cleared == [True]
+    jax_with(monkeypatch, [gpu_with(bytes_in_use=1)], ["cuda"])
+    assert adapter.counters() == Counters(1, None, 1, None)
+    jax_with(monkeypatch, [SimpleNamespace(platform="cpu", memory_stats=dict)], ["cpu"])
+    assert adapter.counters() is None
 
 
 class FakeCupy:
     def __init__(self, devices=1, live=0, held=0, room=80 * GIB):
-        self.taken = []
+        self.taken, self.freed = [], []
         self._room = room
 
         def count():
@@ -566,7 +496,6 @@ class FakeCupy:
         self.cuda = SimpleNamespace(
             runtime=runtime, alloc=self.alloc, Device=lambda i: contextlib.nullcontext()
         )
-        self.freed = []
         plans = SimpleNamespace(clear=lambda: self.freed.append("plans"))
         self.fft = SimpleNamespace(config=SimpleNamespace(get_plan_cache=lambda: plans))
         pool = SimpleNamespace(
@@ -585,24 +514,18 @@ class FakeCupy:
 
 
 def test_cupy(monkeypatch):
-    def use(**options):
-        fake = FakeCupy(**options)
-        monkeypatch.setitem(sys.modules, "cupy", fake)
-        return fake
-
-    adapter = ADAPTERS["cupy"]
+    use, adapter = user_of(FakeCupy, "cupy", monkeypatch), ADAPTERS["cupy"]
     fake = use()
-    adapter.apply(policy(device_kind="host", allocation="all"))
-    adapter.apply(policy(allocation="limit"))
+    apply("cupy", device_kind="host", allocation="all")
+    apply("cupy", allocation="limit")
     assert fake.taken == []
     assert adapter.counters() is None
     adapter.release_cached()
     assert fake.freed == []
-    adapter.apply(policy(allocation="all"))
+    apply("cupy", allocation="all")
     assert fake.taken == [8 * GIB]
     fake = use(live=MIB, held=2 * MIB)
     assert adapter.counters() == Counters(MIB, 2 * MIB, MIB, 2 * MIB)
-    assert adapter.sample() == (MIB, 0)
     adapter.release_cached()
     # Plans hold blocks of the pool.
     assert fake.freed == ["plans", "device", "pinned"]
@@ -611,10 +534,10 @@ def test_cupy(monkeypatch):
     assert fake.freed == ["device"]
     use(devices=0)
     with pytest.raises(FrameworkError, match=r"0 found \(cudaErrorNoDevice\)"):
-        adapter.apply(policy())
+        apply("cupy")
     use(room=GIB)
     with pytest.raises(FrameworkError, match="could not take"):
-        adapter.apply(policy(allocation="all"))
+        apply("cupy", allocation="all")
 
 
 def test_cupy_releases_nothing_once_a_graph_was_captured(monkeypatch):
@@ -629,7 +552,7 @@ def test_cupy_releases_nothing_once_a_graph_was_captured(monkeypatch):
     fake.cuda.Stream = type("Stream", (Base,), {})
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setattr(cupy_adapter, "_captures", CaptureWatch())
-    ADAPTERS["cupy"].apply(policy())
+    apply("cupy")
     ADAPTERS["cupy"].release_unused()
     assert fake.freed == ["device"]
     # Also streams that are made from another class.
@@ -651,12 +574,11 @@ def onnxruntime(monkeypatch):
 
 
 def test_onnxruntime_without_its_cuda_provider_is_an_error_where_a_tag_names_it(onnxruntime):
-    adapter = ADAPTERS["onnxruntime"]
-    adapter.apply(policy())
+    apply("onnxruntime")
     with pytest.raises(FrameworkError, match="no CUDAExecutionProvider"):
-        adapter.apply(policy(frameworks=("onnxruntime",)))
+        apply("onnxruntime", frameworks=("onnxruntime",))
     onnxruntime.append("CUDAExecutionProvider")
-    adapter.apply(policy(frameworks=("onnxruntime",)))
+    apply("onnxruntime", frameworks=("onnxruntime",))
 
 
 GROWS_AS_ASKED = {"arena_extend_strategy": "kSameAsRequested"}
@@ -688,15 +610,7 @@ def test_onnxruntime_options_are_the_frameworks_cap_on_each_device(
     onnxruntime, in_task, changes, limits
 ):
     in_task(cap_bytes=5 * GIB)
-    ADAPTERS["onnxruntime"].apply(
-        policy(
-            device_uuids=("GPU-a", "GPU-b"),
-            total_bytes=(80 * GIB,) * 2,
-            budget_bytes=(8 * GIB, 4 * GIB),
-            context_bytes={"onnxruntime": GIB},
-            **changes,
-        )
-    )
+    apply("onnxruntime", **TWO, context_bytes={"onnxruntime": GIB}, **changes)
     for device, limit in enumerate(limits):
         limited = {} if limit is None else {"gpu_mem_limit": str(limit)}
         assert onnxruntime_provider_options(device) == {
@@ -720,14 +634,3 @@ def test_onnxruntime_options_outside_a_task_import_nothing_and_limit_nothing(mon
     assert onnxruntime_provider_options(3) == {"device_id": "3", **GROWS_AS_ASKED}
     with pytest.raises(ValueError, match="device=-1"):
         onnxruntime_provider_options(-1)
-
-
-@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=list(ADAPTERS))
-def test_plain_values_and_frameworks_that_are_not_imported_are_left_alone(adapter, monkeypatch):
-    monkeypatch.delitem(sys.modules, adapter.module, raising=False)
-    assert adapter.reduce_to_host([1]) is NotImplemented
-    assert adapter.counters() is None
-    assert adapter.sample() is None
-    adapter.release_cached()
-    adapter.release_unused()
-    assert adapter.module not in sys.modules

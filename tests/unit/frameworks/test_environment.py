@@ -2,14 +2,10 @@
 
 import pytest
 
-from prefect_gpu.frameworks.adapter import (
-    THREAD_VARIABLES,
-    child_environment,
-    late_changes,
-)
+from prefect_gpu.frameworks.adapter import THREAD_VARIABLES, child_environment, late_changes
 from prefect_gpu.frameworks.registry import ADAPTERS, adapters_for
 from prefect_gpu.units import GIB
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import TWO, policy
 
 
 def environment(inherited=None, **changes):
@@ -17,120 +13,120 @@ def environment(inherited=None, **changes):
     return child_environment(p, adapters_for(p), inherited or {})
 
 
-def test_nvml_devices_are_addressed_by_uuid_in_the_tasks_order():
-    found = environment(
-        device_uuids=("GPU-bb", "GPU-aa"),
-        total_bytes=(80 * GIB,) * 2,
-        budget_bytes=(8 * GIB,) * 2,
-    )
-    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-bb,GPU-aa"
-    assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-
-
-@pytest.mark.parametrize("kind", ["host", "simulated"])
-def test_without_a_real_device_no_gpu_can_be_seen(kind):
-    found = environment({"CUDA_VISIBLE_DEVICES": "0"}, device_kind=kind, allocation="limit")
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_every_thread_variable_is_the_policys_cpus():
-    found = environment(cpus=3)
-    assert {found[name] for name in THREAD_VARIABLES} == {"3"}
+ABSENT = "absent"
+OPTIONS = "max_split_size_mb:128,expandable_segments:True"
+ALLOCATOR = {"max_split_size_mb": "128", "expandable_segments": "True"}
+LIMIT = {"allocation": "limit"}
+NO_CACHE, GROWTH = "PYTORCH_NO_CUDA_MEMORY_CACHING", "TF_FORCE_GPU_ALLOW_GROWTH"
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+PREALLOCATE, PLATFORM = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_ALLOCATOR"
+THREE_CPUS = dict.fromkeys(THREAD_VARIABLES, "3")
+JAX_CONTEXT = {"context_bytes": {"jax": 2 * GIB}}
+JAX_INHERITED = {OLD_FRACTION: ".9", FRACTION: ".9", PLATFORM: "platform"}
+#: Policy, inherited environment, and the variables of the child.
+ENVIRONMENTS = {
+    "nvml devices are addressed by uuid in the task's order": (
+        TWO | {"device_uuids": ("GPU-bb", "GPU-aa")},
+        {},
+        {"CUDA_VISIBLE_DEVICES": "GPU-bb,GPU-aa", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    ),
+    "on the host no GPU can be seen": (
+        LIMIT | {"device_kind": "host"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": ""},
+    ),
+    "on a simulated device no GPU can be seen": (
+        LIMIT | {"device_kind": "simulated"},
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": ""},
+    ),
     # XLA's threads compile, in a burst: on a GPU they are bounded where a tag says so.
-    assert "NPROC" not in found
-    assert environment(cpus=3, cpus_stated=True)["NPROC"] == "3"
-    assert environment(cpus=3, device_kind="host")["NPROC"] == "3"
-
-
-def test_what_is_inherited_as_wanted_is_not_repeated():
-    assert "OMP_NUM_THREADS" not in environment({"OMP_NUM_THREADS": "2"}, cpus=2)
-    assert environment({"OMP_NUM_THREADS": "8"}, cpus=2)["OMP_NUM_THREADS"] == "2"
-
-
-def test_allocator_options_are_given_under_both_names():
-    found = environment(
-        allocator_options={"max_split_size_mb": "128", "expandable_segments": "True"}
-    )
-    text = "max_split_size_mb:128,expandable_segments:True"
-    assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == text
-
-
-def test_without_allocator_options_the_users_own_stay():
-    assert "PYTORCH_ALLOC_CONF" not in environment({"PYTORCH_ALLOC_CONF": "backend:native"})
-
-
-def test_caching_off_reaches_pytorch():
-    assert environment(caching=False)["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-
-
-def test_an_inherited_caching_switch_is_removed_where_it_would_disable_the_cap():
-    inherited = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    assert environment(inherited, allocation="limit")["PYTORCH_NO_CUDA_MEMORY_CACHING"] is None
-    assert "PYTORCH_NO_CUDA_MEMORY_CACHING" not in environment(inherited)
-
-
-def test_tensorflow_has_growth_or_a_limit_and_never_both():
-    name = "TF_FORCE_GPU_ALLOW_GROWTH"
-    assert environment()[name] == "true"
-    assert environment({name: "true"}, allocation="limit")[name] is None
-    assert name not in environment(allocation="limit")
-
-
-def test_jax_keeps_to_the_cap_of_a_probe_and_takes_memory_as_it_needs_it():
-    found = environment(allocation="limit", context_bytes={"jax": 2 * GIB}, on_demand=True)
-    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    assert found["XLA_CLIENT_MEM_FRACTION"] == "0.075000"
+    "every thread variable is the policy's cpus": ({"cpus": 3}, {}, THREE_CPUS | {"NPROC": ABSENT}),
+    "stated cpus": ({"cpus": 3, "cpus_stated": True}, {}, THREE_CPUS | {"NPROC": "3"}),
+    "cpus on the host": ({"cpus": 3, "device_kind": "host"}, {}, THREE_CPUS | {"NPROC": "3"}),
+    "what is inherited as wanted is not repeated": (
+        {"cpus": 2},
+        {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "8"},
+        {"OMP_NUM_THREADS": ABSENT, "MKL_NUM_THREADS": "2"},
+    ),
+    "allocator options are given under both names": (
+        {"allocator_options": ALLOCATOR},
+        {},
+        {"PYTORCH_ALLOC_CONF": OPTIONS, "PYTORCH_CUDA_ALLOC_CONF": OPTIONS},
+    ),
+    "without allocator options the user's own stay": (
+        {},
+        {"PYTORCH_ALLOC_CONF": "backend:native"},
+        {"PYTORCH_ALLOC_CONF": ABSENT},
+    ),
+    "caching off reaches PyTorch": ({"caching": False}, {}, {NO_CACHE: "1"}),
+    "an inherited caching switch that would disable the cap": (
+        LIMIT,
+        {NO_CACHE: "1"},
+        {NO_CACHE: None},
+    ),
+    "an inherited caching switch without a cap": ({}, {NO_CACHE: "1"}, {NO_CACHE: ABSENT}),
+    "TensorFlow has growth": ({}, {}, {GROWTH: "true"}),
+    "or a limit, and never both": (LIMIT, {GROWTH: "true"}, {GROWTH: None}),
+    "or a limit without growth to remove": (LIMIT, {}, {GROWTH: ABSENT}),
+    "TensorFlow does not inform of itself": (
+        {"frameworks": ("tensorflow",)},
+        {},
+        {"TF_CPP_MIN_LOG_LEVEL": "1"},
+    ),
+    "unless the user asked": (
+        {"frameworks": ("tensorflow",)},
+        {"TF_CPP_MIN_LOG_LEVEL": "0"},
+        {"TF_CPP_MIN_LOG_LEVEL": ABSENT},
+    ),
+    "JAX keeps to the cap of a probe and takes memory as it needs it": (
+        LIMIT | JAX_CONTEXT | {"on_demand": True},
+        {},
+        {PREALLOCATE: "false", FRACTION: "0.075000"},
+    ),
+    "JAX grows": (
+        JAX_CONTEXT,
+        JAX_INHERITED,
+        {PREALLOCATE: "false", FRACTION: None, OLD_FRACTION: None, PLATFORM: ABSENT},
+    ),
+    **{
+        # The platform's allocator would know no fraction.
+        f"JAX gets a fraction of the total under the new name alone: {allocation}": (
+            JAX_CONTEXT | {"allocation": allocation},
+            JAX_INHERITED,
+            {PREALLOCATE: "true", FRACTION: "0.075000", OLD_FRACTION: None, PLATFORM: None},
+        )
+        for allocation in ("limit", "all")
+    },
+    "JAX and CuPy take the smallest cap of several devices": (
+        LIMIT | TWO | {"total_bytes": (80 * GIB, 40 * GIB), "budget_bytes": (8 * GIB, 2 * GIB)},
+        {},
+        {FRACTION: "0.050000", "CUPY_GPU_MEMORY_LIMIT": str(2 * GIB)},
+    ),
+    "CuPy's inherited limit is removed where the policy has none": (
+        {},
+        {"CUPY_GPU_MEMORY_LIMIT": "1"},
+        {"CUPY_GPU_MEMORY_LIMIT": None},
+    ),
+    "frameworks that tags leave out do not take the device": (
+        LIMIT | {"frameworks": ("torch",)},
+        {},
+        {GROWTH: "true", PREALLOCATE: "false", FRACTION: ABSENT, "TF_CPP_MIN_LOG_LEVEL": ABSENT},
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("allocation", "preallocate", "fraction"),
-    [("growth", "false", None), ("limit", "true", "0.075000"), ("all", "true", "0.075000")],
+    ("changes", "inherited", "expected"), ENVIRONMENTS.values(), ids=list(ENVIRONMENTS)
 )
-def test_jax_gets_a_fraction_of_the_total_under_the_new_name_alone(
-    allocation, preallocate, fraction
-):
-    inherited = {
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".9",
-        "XLA_CLIENT_MEM_FRACTION": ".9",
-        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-    }
-    found = environment(inherited, allocation=allocation, context_bytes={"jax": 2 * GIB})
-    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == preallocate
-    assert found["XLA_CLIENT_MEM_FRACTION"] == fraction
-    assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] is None
-    # The platform's allocator would know no fraction.
-    removed = found.get("XLA_PYTHON_CLIENT_ALLOCATOR", "stays") is None
-    assert removed == (allocation != "growth")
-
-
-def test_jax_and_cupy_take_the_smallest_cap_of_several_devices():
-    found = environment(
-        allocation="limit",
-        device_uuids=("GPU-aa", "GPU-bb"),
-        total_bytes=(80 * GIB, 40 * GIB),
-        budget_bytes=(8 * GIB, 2 * GIB),
-    )
-    assert found["XLA_CLIENT_MEM_FRACTION"] == "0.050000"
-    assert found["CUPY_GPU_MEMORY_LIMIT"] == str(2 * GIB)
-
-
-def test_cupys_inherited_limit_is_removed_where_the_policy_has_none():
-    assert environment({"CUPY_GPU_MEMORY_LIMIT": "1"})["CUPY_GPU_MEMORY_LIMIT"] is None
-
-
-def test_frameworks_that_tags_leave_out_do_not_take_the_device():
-    found = environment(frameworks=("torch",), allocation="limit")
-    assert found["TF_FORCE_GPU_ALLOW_GROWTH"] == "true"
-    assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-    assert "XLA_CLIENT_MEM_FRACTION" not in found
+def test_environment(changes, inherited, expected):
+    found = environment(inherited, **changes)
+    assert {name: found.get(name, ABSENT) for name in expected} == expected
 
 
 def test_none_leaves_every_framework_as_it_is():
     found = environment(frameworks=("none",), allocation="limit")
     assert set(found) == {*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
-
-
-def test_onnxruntime_has_no_variables():
     assert ADAPTERS["onnxruntime"].environment(policy(allocation="limit")) == {}
 
 
@@ -158,6 +154,8 @@ LATE = {
     "PyTorch's own backend by name": ("PYTORCH_ALLOC_CONF", "backend:native", None),
     "no caching": ("PYTORCH_NO_CUDA_MEMORY_CACHING", None, "1"),
     "how PyTorch asks for devices": ("PYTORCH_NVML_BASED_CUDA_CHECK", "1", None),
+    # A standby without it can still be the process of such a task.
+    "TensorFlow's log": ("TF_CPP_MIN_LOG_LEVEL", None, "1"),
     "TensorFlow's growth": ("TF_FORCE_GPU_ALLOW_GROWTH", "true", None),
     "TensorFlow's threads": ("TF_NUM_INTRAOP_THREADS", "2", "3"),
     "JAX's fraction": ("XLA_CLIENT_MEM_FRACTION", None, "0.25"),
@@ -180,21 +178,15 @@ TOO_LATE = {
 }
 
 
-def pair(name, before, after):
-    return (
-        {"HOME": "/", **({} if before is None else {name: before})},
-        {"HOME": "/", **({} if after is None else {name: after})},
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [*LATE.values(), *TOO_LATE.values()], ids=[*LATE, *TOO_LATE]
+)
+def test_whether_a_variable_may_change_late(name, before, after):
+    old, new = (
+        {"HOME": "/", **({} if value is None else {name: value})} for value in (before, after)
     )
-
-
-@pytest.mark.parametrize("case", LATE.values(), ids=list(LATE))
-def test_may_change_late(case):
-    assert changes(*pair(*case)) == {case[0]: case[2]}
-
-
-@pytest.mark.parametrize("case", TOO_LATE.values(), ids=list(TOO_LATE))
-def test_would_change_too_late(case):
-    assert changes(*pair(*case)) is None
+    late = (name, before, after) in LATE.values()
+    assert changes(old, new) == ({name: after} if late else None)
 
 
 def test_threads_that_were_only_computed_are_set_late_and_those_asked_for_are_not():
@@ -202,13 +194,3 @@ def test_threads_that_were_only_computed_are_set_late_and_those_asked_for_are_no
     assert changes(before, after) == {"OMP_NUM_THREADS": "1"}
     assert changes(before, after, cpus_stated=True) is None
     assert changes(before, before, cpus_stated=True) == {}
-
-
-def test_tensorflow_does_not_inform_of_itself_unless_the_user_asked():
-    name = "TF_CPP_MIN_LOG_LEVEL"
-    assert environment(frameworks=("tensorflow",))[name] == "1"
-    assert name not in environment({name: "0"}, frameworks=("tensorflow",))
-    assert name not in environment(frameworks=("torch",))
-    adapters = ADAPTERS.values()
-    # A standby without it can still be the process of such a task.
-    assert late_changes({}, {name: "1"}, adapters, cpus_stated=False) == {name: "1"}

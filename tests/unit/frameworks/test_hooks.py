@@ -10,7 +10,7 @@ import pytest
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, FrameworkAdapter
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import import_lazily, policy
 
 NAME = "framework_for_tests"
 
@@ -18,25 +18,19 @@ NAME = "framework_for_tests"
 class FakeAdapter(FrameworkAdapter):
     name = "fake"
 
-    def __init__(self, module=NAME, error=None, counters=None, sample=None):
+    def __init__(self, module=NAME, error=None, counters=None, trace=None):
         self.module = module
         self.error = error
         self.applied = 0
         self.saw = None
-        self._counters = counters
-        self._sample = sample
+        self.counters = lambda: counters
+        self.begin_trace = lambda: trace
 
     def apply(self, policy):
         self.applied += 1
         self.saw = getattr(sys.modules[self.module], "READY", None)
         if self.error is not None:
             raise self.error
-
-    def counters(self):
-        return self._counters
-
-    def sample(self):
-        return self._sample
 
 
 @pytest.fixture
@@ -55,26 +49,31 @@ def framework(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_nothing_happens_until_the_import_and_then_once(framework):
+@pytest.fixture
+def adapter(framework):
+    """An adapter of the package, which is not imported yet."""
     adapter = FakeAdapter()
     hooks.install([adapter], policy())
+    return adapter
+
+
+@pytest.mark.parametrize("first", [NAME, f"{NAME}.sub"], ids=["the package", "a submodule"])
+def test_nothing_happens_until_the_import_and_then_once(adapter, first):
+    # Looking for a spec applies nothing, and spoils nothing.
+    for _ in range(2):
+        importlib.util.find_spec(NAME)
     assert adapter.applied == 0
+    importlib.import_module(first)
     importlib.import_module(NAME)
-    importlib.import_module(NAME)
-    assert (adapter.applied, adapter.saw) == (1, True)
+    assert adapter.applied == 1
+    assert adapter.saw is True
+    assert importlib.import_module(f"{NAME}.sub").VALUE == 3
 
 
 def test_a_framework_that_is_imported_already_is_applied_at_once(framework):
     importlib.import_module(NAME)
     adapter = FakeAdapter()
     hooks.install([adapter], policy())
-    assert adapter.applied == 1
-
-
-def test_importing_a_submodule_first_applies_it_too(framework):
-    adapter = FakeAdapter()
-    hooks.install([adapter], policy())
-    assert importlib.import_module(f"{NAME}.sub").VALUE == 3
     assert adapter.applied == 1
 
 
@@ -88,16 +87,6 @@ def test_loader_resources_and_specs_are_as_without_the_hook(framework):
     assert type(module.__loader__) is plain
     assert "exec_module" not in vars(module.__loader__)
     assert module.__loader__.get_source(NAME).endswith("READY = True\n")
-
-
-def test_looking_for_a_spec_applies_nothing_and_spoils_nothing(framework):
-    adapter = FakeAdapter()
-    hooks.install([adapter], policy())
-    importlib.util.find_spec(NAME)
-    importlib.util.find_spec(NAME)
-    assert adapter.applied == 0
-    importlib.import_module(NAME)
-    assert adapter.applied == 1
 
 
 def test_a_zips_shared_loader_is_hooked_for_its_module_alone(tmp_path, monkeypatch):
@@ -122,9 +111,7 @@ def test_a_framework_that_is_not_installed_is_missing_as_ever(monkeypatch):
     assert caught.value.name == "framework_not_there"
 
 
-def test_a_frameworks_own_import_error_passes_and_the_next_try_applies(framework):
-    adapter = FakeAdapter()
-    hooks.install([adapter], policy())
+def test_a_frameworks_own_import_error_passes_and_the_next_try_applies(framework, adapter):
     (framework / "__init__.py").write_text("raise ImportError('libcuda is missing')\n")
     with pytest.raises(ImportError, match="libcuda is missing"):
         importlib.import_module(NAME)
@@ -135,25 +122,22 @@ def test_a_frameworks_own_import_error_passes_and_the_next_try_applies(framework
     assert (adapter.applied, adapter.saw) == (1, "repaired")
 
 
-def test_a_failure_fails_the_import_every_time_and_the_policy_is_applied_once(framework):
-    adapter = FakeAdapter(error=FrameworkError("fake", "1 GPU(s) allotted, 0 found"))
-    hooks.install([adapter], policy())
+def test_a_failure_fails_the_import_every_time_and_the_policy_is_applied_once(adapter):
+    adapter.error = FrameworkError("fake", "1 GPU(s) allotted, 0 found")
     for _ in range(2):
         with pytest.raises(FrameworkError, match="0 found"):
             importlib.import_module(NAME)
     assert adapter.applied == 1
 
 
-def test_any_other_failure_becomes_a_framework_error(framework):
-    hooks.install([FakeAdapter(error=KeyError("x"))], policy())
+def test_any_other_failure_becomes_a_framework_error(adapter):
+    adapter.error = KeyError("x")
     with pytest.raises(FrameworkError, match="could not apply the policy: KeyError") as caught:
         importlib.import_module(NAME)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_threads_that_import_at_once_all_wait_for_the_policy(framework):
-    adapter = FakeAdapter()
-    hooks.install([adapter], policy())
+def test_threads_that_import_at_once_all_wait_for_the_policy(adapter):
     seen = []
     start = threading.Barrier(8)
 
@@ -174,49 +158,23 @@ def test_counters_are_summed_and_unknown_only_where_all_are(monkeypatch):
     monkeypatch.setitem(sys.modules, NAME, object())
     torch = FakeAdapter(counters=Counters(1, 4, 2, 8, 3))
     tensorflow = FakeAdapter(counters=Counters(10, None, 20, None))
-    idle = FakeAdapter(counters=None)
+    idle = FakeAdapter()
     missing = FakeAdapter("framework_not_there", counters=Counters(9, 9, 9, 9))
     assert hooks.collect_counters([torch, tensorflow, idle, missing]) == Counters(11, 14, 22, 28, 3)
+    assert hooks.sample([torch, tensorflow, idle, missing]) == (11, 3)
     counting = FakeAdapter(counters=Counters(1, 1, 1, 1, 0, 7))
     assert hooks.collect_counters([torch, counting]).freed_bytes == 7
     assert hooks.collect_counters([tensorflow]) == Counters(10, None, 20, None)
-    assert hooks.collect_counters([idle, missing]) is None
+    assert hooks.sample([tensorflow]) == (10, 0)
+    assert hooks.collect_counters([idle, missing]) is hooks.sample([idle, missing]) is None
 
 
-def test_samples_are_summed_over_frameworks_that_touched_a_device(monkeypatch):
-    monkeypatch.setitem(sys.modules, NAME, object())
-    torch, jax, idle = FakeAdapter(sample=(7, 2)), FakeAdapter(sample=(0, 0)), FakeAdapter()
-    missing = FakeAdapter("framework_not_there", sample=(9, 9))
-    assert hooks.sample([torch, jax, idle, missing]) == (7, 2)
-    assert hooks.sample([jax]) == (0, 0)
-    assert hooks.sample([idle, missing]) is None
-
-
-class FakeTracing(FakeAdapter):
-    def __init__(self, trace, module=NAME):
-        super().__init__(module)
-        self.trace = trace
-
-    def begin_trace(self):
-        return self.trace
-
-
-def test_the_first_framework_that_can_be_traced_is(monkeypatch):
+def test_the_first_imported_framework_that_can_be_traced_is(monkeypatch):
     monkeypatch.setitem(sys.modules, NAME, object())
     trace = object()
-    assert hooks.begin_trace([FakeTracing(None), FakeTracing(trace), FakeAdapter()]) is trace
-
-
-def test_what_cannot_be_traced_is_not(monkeypatch):
-    monkeypatch.setitem(sys.modules, NAME, object())
-    missing = FakeTracing(object(), module="framework_not_there")
-    assert hooks.begin_trace([FakeAdapter(), FakeTracing(None), missing]) is None
-
-
-def test_frameworks_that_have_not_started_are_not_traced(monkeypatch):
-    for adapter in hooks.ADAPTERS.values():
-        monkeypatch.setitem(sys.modules, adapter.module, object())
-    assert hooks.begin_trace(hooks.ADAPTERS.values()) is None
+    missing = FakeAdapter("framework_not_there", trace=trace)
+    assert hooks.begin_trace([missing, FakeAdapter(), FakeAdapter(trace=trace)]) is trace
+    assert hooks.begin_trace([FakeAdapter(), missing]) is None
 
 
 def test_frameworks_in_use_are_those_imported(monkeypatch):
@@ -226,19 +184,9 @@ def test_frameworks_in_use_are_those_imported(monkeypatch):
     assert hooks.frameworks_in_use() == ("jax",)
 
 
-def import_lazily(name, monkeypatch):
-    """Import a module as `importlib.util.LazyLoader` does: it loads when an attribute is read."""
-    spec = importlib.util.find_spec(name)
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("installed", ["before the import", "after the import"])
 def test_a_lazily_loaded_framework_is_applied_when_it_loads(framework, monkeypatch, installed):
-    adapter = FakeAdapter(counters=Counters(1, 1, 1, 1), sample=(1, 0))
+    adapter = FakeAdapter(counters=Counters(1, 1, 1, 1))
     if installed == "before the import":
         hooks.install([adapter], policy())
     module = import_lazily(NAME, monkeypatch)
@@ -253,20 +201,24 @@ def test_a_lazily_loaded_framework_is_applied_when_it_loads(framework, monkeypat
 
 
 @pytest.mark.parametrize("adapter", hooks.ADAPTERS.values(), ids=list(hooks.ADAPTERS))
-def test_asking_an_adapter_does_not_load_a_lazily_loaded_framework(adapter, tmp_path, monkeypatch):
+def test_asking_an_adapter_loads_no_framework_that_is_absent_or_lazily_loaded(
+    adapter, tmp_path, monkeypatch
+):
     for name in (adapter.module, "loaded_by_mistake"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / f"{adapter.module}.py").write_text("import loaded_by_mistake\n")
     (tmp_path / "loaded_by_mistake.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    import_lazily(adapter.module, monkeypatch)
-    assert not adapter.has_started()
-    assert adapter.counters() is adapter.sample() is None
-    assert adapter.reduce_to_host([1]) is NotImplemented
-    adapter.release_cached()
-    assert adapter.name not in hooks.frameworks_in_use()
-    assert "loaded_by_mistake" not in sys.modules
+    for _ in range(2):
+        assert not adapter.has_started()
+        assert adapter.counters() is adapter.begin_trace() is None
+        assert adapter.reduce_to_host([1]) is NotImplemented
+        adapter.release_cached()
+        adapter.release_unused()
+        assert adapter.name not in hooks.frameworks_in_use()
+        assert "loaded_by_mistake" not in sys.modules
+        import_lazily(adapter.module, monkeypatch)
 
 
 def test_two_finders_that_wait_for_one_module_both_act(monkeypatch: pytest.MonkeyPatch) -> None:

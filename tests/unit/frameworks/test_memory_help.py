@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import prefect_gpu
 from prefect_gpu import in_task as inside
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import memory_help as remedies
@@ -42,13 +41,9 @@ def circle() -> weakref.ref[Node]:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, NAME, object())  # type: ignore[arg-type]
-
-
-@pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Release what some frameworks cache; the driver shows one size after the other."""
+    monkeypatch.setitem(sys.modules, NAME, object())  # type: ignore[arg-type]
 
     def act(adapters: list[Any], *shown: dict[str, int]) -> int:
         left = list(shown) or [{}, {}]
@@ -71,25 +66,19 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     ],
 )
 def test_freed_is_what_the_driver_shows_less(
-    loaded: None,
-    release: Callable[..., int],
-    before: dict[str, int],
-    after: dict[str, int],
-    freed: int,
+    release: Callable[..., int], before: dict[str, int], after: dict[str, int], freed: int
 ) -> None:
     assert release([FakeAdapter()], before, after) == freed
 
 
-def test_only_frameworks_that_are_imported_are_asked(
-    loaded: None, release: Callable[..., int]
-) -> None:
+def test_only_frameworks_that_are_imported_are_asked(release: Callable[..., int]) -> None:
     there, missing = FakeAdapter(), FakeAdapter("framework_not_there")
     release([there, missing])
     assert (there.released, missing.released) == (1, 0)
 
 
 def test_garbage_goes_before_the_caches_and_what_they_held_after(
-    loaded: None, release: Callable[..., int]
+    release: Callable[..., int],
 ) -> None:
     seen: list[bool] = []
 
@@ -164,36 +153,37 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 @pytest.mark.parametrize(
-    ("most", "start", "least", "tried"),
+    ("number", "most", "start", "least", "tried"),
     [
-        (1000, 64, 1, [64]),
-        (20, 64, 1, [64, 32, 16]),
-        (1, 7, 1, [7, 3, 1]),
-        (30, 100, 30, [100, 50, 30]),
-        (8, 8, 8, [8]),
+        (1, 1000, 64, 1, [64]),
+        (1, 20, 64, 1, [64, 32, 16]),
+        (1, 1, 7, 1, [7, 3, 1]),
+        (1, 30, 100, 30, [100, 50, 30]),
+        (1, 8, 8, 8, [8]),
+        (2, 16, 64, 4, [32, 16]),
+        (3, 16, 64, 4, [16]),
+        (9, 16, 64, 4, [4]),
     ],
-    ids=["it fits", "halves", "odd halves", "the least is no half", "one size only"],
+    ids=[
+        *("it fits", "halves", "odd halves", "the least is no half", "one size only"),
+        *("the second process begins lower", "the third", "the ninth, not below the least"),
+    ],
 )
 def test_the_first_that_fits(
-    releases: list[None], most: int, start: int, least: int, tried: list[int]
+    attempt: Callable[[int], None],
+    releases: list[None],
+    number: int,
+    most: int,
+    start: int,
+    least: int,
+    tried: list[int],
 ) -> None:
+    attempt(number)
     fn = Fits(most)
     assert find_batch_size(fn, start, least=least) == tried[-1]
     assert fn.tried == tried
     # Between two tries.
     assert len(releases) == len(tried) - 1
-
-
-@pytest.mark.parametrize(
-    ("number", "tried"), [(1, [64, 32, 16]), (2, [32, 16]), (3, [16]), (9, [4])]
-)
-def test_a_later_process_of_the_task_run_begins_lower(
-    attempt: Callable[[int], None], releases: list[None], number: int, tried: list[int]
-) -> None:
-    attempt(number)
-    fn = Fits(16)
-    find_batch_size(fn, 64, least=4)
-    assert fn.tried == tried
 
 
 def test_out_of_memory_at_the_least_is_raised(releases: list[None]) -> None:
@@ -203,26 +193,35 @@ def test_out_of_memory_at_the_least_is_raised(releases: list[None]) -> None:
     assert fn.tried == [16, 8, 4]
 
 
-def test_out_of_memory_counts_wherever_it_is_in_the_chain(releases: list[None]) -> None:
+def as_cause(error: Exception) -> Exception:
+    failed = ValueError("the step failed")
+    failed.__cause__ = error
+    return failed
+
+
+def simulated(error: Exception) -> Exception:
+    short = ValueError("no memory")
+    short.__prefect_gpu_out_of_memory__ = True  # type: ignore[attr-defined]
+    return short
+
+
+@pytest.mark.parametrize("becomes", [as_cause, simulated])
+def test_out_of_memory_counts_as_a_cause_and_on_simulated_devices(
+    releases: list[None], becomes: Callable[[Exception], Exception]
+) -> None:
     fits = Fits(8)
 
     def wrapped(size: int) -> None:
+        failed = None
         try:
             fits(size)
         except RuntimeError as error:
-            raise ValueError("the step failed") from error
+            failed = becomes(error)
+        # Outside the handler, so that the error is no context.
+        if failed is not None:
+            raise failed
 
     assert find_batch_size(wrapped, 16) == 8
-
-
-def test_simulated_devices_count_too(releases: list[None]) -> None:
-    def fn(size: int) -> None:
-        if size > 8:
-            error = ValueError("no memory")
-            error.__prefect_gpu_out_of_memory__ = True  # type: ignore[attr-defined]
-            raise error
-
-    assert find_batch_size(fn, 16) == 8
 
 
 def test_any_other_error_passes_at_once_even_while_an_out_of_memory_is_handled() -> None:
@@ -276,11 +275,6 @@ def test_bad_arguments(start: Any, least: int, message: str) -> None:
     assert fn.tried == []
 
 
-def test_both_are_public() -> None:
-    assert prefect_gpu.find_batch_size is find_batch_size
-    assert prefect_gpu.release_cached is release_cached
-
-
 class Wordless(Exception):
     def __str__(self) -> str:
         raise RuntimeError
@@ -294,20 +288,15 @@ def test_an_error_whose_text_raises_is_no_out_of_memory() -> None:
         find_batch_size(fn, 8)
 
 
-# Snapshots.
-
-
 def test_a_snapshot_is_pytorchs_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "a.pickle"
+    assert memory_snapshot(path) is False, "PyTorch is on no device"
+    assert not path.exists()
     written: list[str] = []
     monkeypatch.setattr(
         type(remedies.ADAPTERS["torch"]),
         "write_snapshot",
         lambda self, path: not written.append(path),
     )
-    assert prefect_gpu.memory_snapshot(tmp_path / "a.pickle") is True
-    assert written == [str(tmp_path / "a.pickle")]
-
-
-def test_without_pytorch_on_a_device_there_is_no_snapshot(tmp_path: Path) -> None:
-    assert memory_snapshot(tmp_path / "a.pickle") is False
-    assert list(tmp_path.iterdir()) == []
+    assert memory_snapshot(path) is True
+    assert written == [str(path)]

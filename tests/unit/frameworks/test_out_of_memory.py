@@ -10,6 +10,12 @@ def error(module, name, text, base=Exception):
     return type(name, (base,), {"__module__": module})(text)
 
 
+CAPI = "onnxruntime.capi.onnxruntime_pybind11_state"
+TF = "tensorflow.python.framework.errors_impl"
+EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory"
+SHORT = "CUDA out of memory. Tried to allocate 2.00 GiB"
+KERAS = "Exception encountered when calling Dense.call().\n\n"
+
 OUT_OF_MEMORY = {
     "torch": [
         error("torch", "OutOfMemoryError", "anything", RuntimeError),
@@ -19,49 +25,32 @@ OUT_OF_MEMORY = {
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("CUDA driver error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
-        RuntimeError(
-            "Exception encountered when calling Dense.call().\n\nCUDA out of memory. Tried"
-        ),
-        error(
-            "lightning.pytorch.utilities.exceptions",
-            "MisconfigurationException",
-            "CUDA out of memory.",
-        ),
-        error("their_module", "TrainingError", "step 3: CUDA out of memory. Tried", RuntimeError),
-        Exception("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        error(
-            "torch._inductor.exc", "InductorError", "OutOfMemoryError: CUDA out of memory. Tried"
-        ),
-        error(
-            "torch._dynamo.exc",
-            "BackendCompilerFailed",
-            "backend='inductor' raised:\nOutOfMemoryError: CUDA out of memory. Tried",
-        ),
+        RuntimeError(KERAS + SHORT),
+        error("lightning.pytorch.utilities.exceptions", "MisconfigurationException", SHORT),
+        error("their_module", "TrainingError", f"step 3: {SHORT}", RuntimeError),
+        Exception(SHORT),
+        error("torch._inductor.exc", "InductorError", f"OutOfMemoryError: {SHORT}"),
+        error("torch._dynamo.exc", "BackendCompilerFailed", f"raised:\nOutOfMemoryError: {SHORT}"),
         error(
             "torch.multiprocessing.spawn",
             "ProcessRaisedException",
-            "\n\n-- Process 0 terminated with the following error:\nTraceback (most recent call last):\n"
-            "torch.OutOfMemoryError: CUDA out of memory. Tried",
+            f"\n\n-- Process 0 terminated:\nTraceback:\ntorch.OutOfMemoryError: {SHORT}",
         ),
         RuntimeError("No executable batch size found, reached zero."),
     ],
     "tensorflow": [
-        error("tensorflow.python.framework.errors_impl", "ResourceExhaustedError", "OOM when"),
+        error(TF, "ResourceExhaustedError", "OOM when"),
         type("InternalError", (type(error("tensorflow.x", "OpError", "")),), {})("out of memory"),
         RuntimeError(
-            "Exception encountered when calling Dense.call().\n\n{{function_node __wrapped__MatMul}} "
+            f"{KERAS}{{{{function_node __wrapped__MatMul}}}} "
             "OOM when allocating tensor with shape[9,9] and type float on /job:localhost/replica:0/"
             "task:0/device:GPU:0 by allocator GPU_0_bfc [Op:MatMul]"
         ),
     ],
     "jax": [
-        error("jaxlib._jax", "JaxRuntimeError", "RESOURCE_EXHAUSTED: Out of memory", RuntimeError),
-        error(
-            "jaxlib._jax", "JaxRuntimeError", "INTERNAL: CUDNN_STATUS_ALLOC_FAILED", RuntimeError
-        ),
-        RuntimeError(
-            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5368709120 bytes."
-        ),
+        error("jaxlib._jax", "JaxRuntimeError", EXHAUSTED, RuntimeError),
+        error("jaxlib._jax", "JaxRuntimeError", "INTERNAL: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError(f"{EXHAUSTED} while trying to allocate 5368709120 bytes."),
         RuntimeError("RESOURCE_EXHAUSTED: Failed to allocate request for 5.00GiB (5368709120B) on"),
     ],
     "cupy": [
@@ -70,10 +59,8 @@ OUT_OF_MEMORY = {
         RuntimeError("Out of memory allocating 512 bytes (allocated so far: 0 bytes)."),
     ],
     "onnxruntime": [
-        error("onnxruntime.capi.onnxruntime_pybind11_state", "Fail", "bfc_arena.cc:376 Available"),
-        error(
-            "onnxruntime.capi.onnxruntime_pybind11_state", "EPFail", "CUDA failure: out of memory"
-        ),
+        error(CAPI, "Fail", "bfc_arena.cc:376 Available"),
+        error(CAPI, "EPFail", "CUDA failure: out of memory"),
         RuntimeError(
             "/onnxruntime_src/onnxruntime/core/framework/bfc_arena.cc:376 void* onnxruntime::BFCArena::"
             "AllocateRawInternal(size_t, bool) Available memory of 256 is smaller than requested bytes of 512"
@@ -90,9 +77,9 @@ OTHER = [
     RuntimeError("shapes do not match"),
     MemoryError(),
     error("torch", "AcceleratorError", "CUDA error: an illegal memory access", RuntimeError),
-    error("tensorflow.python.framework.errors_impl", "InvalidArgumentError", "bad shape"),
+    error(TF, "InvalidArgumentError", "bad shape"),
     error("jaxlib._jax", "JaxRuntimeError", "INVALID_ARGUMENT", RuntimeError),
-    error("onnxruntime.capi.onnxruntime_pybind11_state", "Fail", "no such file"),
+    error(CAPI, "Fail", "no such file"),
     error("somewhere.else", "OutOfMemoryError", ""),
     NotImplementedError("CUDA out of memory"),
     KeyboardInterrupt("CUDA out of memory"),
@@ -107,7 +94,7 @@ OTHER = [
     ),
     error("their_module", "NoMemory", "CUDA out of memory", MemoryError),
     error(
-        "tensorflow.python.framework.errors_impl",
+        TF,
         "ResourceExhaustedError",
         "OOM when allocating tensor with shape[9] and type float on /job:localhost/replica:0/task:0/"
         "device:CPU:0 by allocator mklcpu [Op:Fill] name: ",

@@ -15,55 +15,34 @@ def test_growth_and_host_devices_have_no_cap(changes):
     assert policy(**{"allocation": "limit", **changes}).cap_bytes("torch") is None
 
 
-@pytest.mark.parametrize(
-    ("frameworks", "shares", "caps"),
-    [
-        (("torch",), {}, {"torch": 8}),
-        (("torch", "jax"), {}, {"torch": 4, "jax": 4}),
-        (("torch", "jax"), {"torch": 0.75}, {"torch": 6, "jax": 2}),
-        (("torch", "jax"), {"torch": 0.75, "jax": 0.25}, {"torch": 6, "jax": 2}),
-    ],
-    ids=[
-        "a single one has it all",
-        "named ones divide it equally",
-        "one without a share has the rest",
-        "each has its share",
-    ],
-)
-def test_shares_of_named_frameworks(frameworks, shares, caps):
-    shared = policy(allocation="limit", frameworks=frameworks, shares=shares)
-    assert {name: shared.cap_bytes(name)[0] // GIB for name in caps} == caps
+NAMED = {"frameworks": ("torch", "jax")}
+DETECTED = {"detected": ("jax", "torch")}
+MOST = {"torch": 0.75}
+SHARES = {
+    "a single one has it all": ({"frameworks": ("torch",)}, {"torch": 8}),
+    "named ones divide it equally": (NAMED, {"torch": 4, "jax": 4}),
+    "one without a share has the rest": (NAMED | {"shares": MOST}, {"torch": 6, "jax": 2}),
+    "each has its share": (NAMED | {"shares": MOST | {"jax": 0.25}}, {"torch": 6, "jax": 2}),
+    "where none is expected each has all": ({}, {"torch": 8, "jax": 8}),
+    "a detected one has all, and so has one that turns up beside it": (
+        {"detected": ("torch",)},
+        {"torch": 8, "jax": 8},
+    ),
+    "detected ones divide it equally": (DETECTED, {"torch": 4, "jax": 4, "cupy": 8}),
+    "names win over what was detected": (DETECTED | {"frameworks": ("torch",)}, {"torch": 8}),
+    "one that turns up has what nobody was promised": (
+        {"frameworks": ("torch",), "shares": MOST},
+        {"torch": 6, "jax": 2, "cupy": 2},
+    ),
+    "shares that add up to 1 leave nothing, rounded or not": (
+        {"frameworks": ("torch", "jax", "cupy"), "shares": {"torch": 0.6, "jax": 0.3, "cupy": 0.1}},
+        {"onnxruntime": 8},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "caps"),
-    [
-        ({}, {"torch": 8, "jax": 8}),
-        ({"detected": ("torch",)}, {"torch": 8, "jax": 8}),
-        ({"detected": ("jax", "torch")}, {"torch": 4, "jax": 4, "cupy": 8}),
-        ({"detected": ("jax", "torch"), "frameworks": ("torch",)}, {"torch": 8}),
-        (
-            {"frameworks": ("torch",), "shares": {"torch": 0.75}},
-            {"torch": 6, "jax": 2, "cupy": 2},
-        ),
-        (
-            {
-                "frameworks": ("torch", "jax", "cupy"),
-                "shares": {"torch": 0.6, "jax": 0.3, "cupy": 0.1},
-            },
-            {"onnxruntime": 8},
-        ),
-    ],
-    ids=[
-        "where none is expected each has all",
-        "a detected one has all, and so has one that turns up beside it",
-        "detected ones divide it equally",
-        "names win over what was detected",
-        "one that turns up has what nobody was promised",
-        "shares that add up to 1 leave nothing, rounded or not",
-    ],
-)
-def test_shares_of_frameworks_that_are_not_named(changes, caps):
+@pytest.mark.parametrize(("changes", "caps"), SHARES.values(), ids=list(SHARES))
+def test_shares(changes, caps):
     shared = policy(allocation="limit", **changes)
     assert {name: shared.cap_bytes(name)[0] // GIB for name in caps} == caps
 

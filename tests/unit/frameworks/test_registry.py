@@ -10,7 +10,7 @@ import pytest
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
-from tests.unit.frameworks.policies import policy
+from tests.unit.frameworks.policies import import_lazily, policy
 from tests.unit.processes import kind_bodies, task_bodies
 
 
@@ -48,27 +48,31 @@ def test_finds_torch_through(source):
     assert detect_frameworks(user_module(source).f) == ("torch",)
 
 
-def test_finds_a_referenced_module_and_its_objects():
-    tensor = type("Tensor", (), {"__module__": "torch._tensor"})()
-    assert detect_frameworks(user_module("def f(): return T", T=fake("torch.nn")).f) == ("torch",)
-    assert detect_frameworks(user_module("def f(): return w", w=tensor).f) == ("torch",)
+TENSOR = type("Tensor", (), {"__module__": "torch._tensor"})()
+BASE = type("Module", (), {"__module__": "torch.nn.modules.module"})
 
 
-def test_finds_the_base_of_a_users_class():
-    base = type("Module", (), {"__module__": "torch.nn.modules.module"})
-    module = user_module("class Net(Base): pass\ndef f(): return Net()", Base=base)
-    assert detect_frameworks(module.f) == ("torch",)
-
-
-def test_finds_a_closures_value():
-    module = user_module("def make(m):\n def f(): return m\n return f")
-    assert detect_frameworks(module.make(fake("cupy"))) == ("cupy",)
-
-
-def test_a_modules_own_imports_count_since_the_child_imports_it_whole():
-    assert detect_frameworks(user_module("def f(): pass", tf=fake("tensorflow")).f) == (
-        "tensorflow",
-    )
+@pytest.mark.parametrize(
+    ("source", "given", "found"),
+    [
+        pytest.param("def f(): return T", {"T": fake("torch.nn")}, "torch", id="a module"),
+        pytest.param("def f(): return w", {"w": TENSOR}, "torch", id="an object of it"),
+        pytest.param(
+            "class Net(Base): pass\ndef f(): return Net()", {"Base": BASE}, "torch", id="a base"
+        ),
+        pytest.param(
+            "def make(m):\n def f(): return m\n return f\nf = make(M)",
+            {"M": fake("cupy")},
+            "cupy",
+            id="a closure's value",
+        ),
+        pytest.param(
+            "def f(): pass", {"tf": fake("tensorflow")}, "tensorflow", id="an import of its module"
+        ),
+    ],
+)
+def test_finds_what_a_function_refers_to(source, given, found):
+    assert detect_frameworks(user_module(source, **given).f) == (found,)
 
 
 def test_in_main_only_what_is_referred_to_travels():
@@ -121,22 +125,17 @@ def test_detection_imports_nothing_and_wakes_no_lazy_module():
 @pytest.mark.parametrize(
     ("fn", "uses"),
     [
-        (task_bodies.alone.fn, True),
-        (kind_bodies.plain, False),
-        (user_module("def f():\n from prefect import get_client").f, True),
-        (task_bodies.logs.fn, True),
-        (task_bodies.submits.fn, True),
-        (task_bodies.with_helper.fn, True),
-        (task_bodies.plain, True),
-    ],
-    ids=[
-        "a task of an importable module, which is imported",
-        "not: a function of a module without Prefect",
-        "an import in the body",
-        "a function of Prefect",
-        "another task",
-        "a function of a module that has tasks",
-        "a function that is imported from such a module",
+        pytest.param(task_bodies.alone.fn, True, id="a task of an importable module"),
+        pytest.param(kind_bodies.plain, False, id="not: a function of a module without Prefect"),
+        pytest.param(
+            user_module("def f():\n from prefect import get_client").f,
+            True,
+            id="an import in the body",
+        ),
+        pytest.param(task_bodies.logs.fn, True, id="a function of Prefect"),
+        pytest.param(task_bodies.submits.fn, True, id="another task"),
+        pytest.param(task_bodies.with_helper.fn, True, id="a function of a module that has tasks"),
+        pytest.param(task_bodies.plain, True, id="a function imported from such a module"),
     ],
 )
 def test_whether_a_process_will_import_prefect(fn, uses):
@@ -158,9 +157,7 @@ def test_needed_modules_are_its_own_and_what_its_code_imports():
     )
     found = registry.needed_modules(functools.partial(module.f))
     assert found[0] == "their_module"
-    assert set(found) == {
-        *("their_module", "a.b:c,d", "e.f", "x", "y", "m.n", "w.v", "builtins"),
-    }
+    assert set(found) == {*("their_module", "a.b:c,d", "e.f", "x", "y", "m.n", "w.v", "builtins")}
 
 
 def test_needed_modules_of_relative_imports():
@@ -170,15 +167,8 @@ def test_needed_modules_of_relative_imports():
         __package__="top.middle",
     )
     assert set(registry.needed_modules(module.f)) == {
-        *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g"),
+        *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g")
     }
-
-
-def test_needed_modules_of_a_prefect_task_s_function():
-    module = user_module("def f():\n import torch")
-    task = type("Task", (), {"__module__": "prefect.tasks"})()
-    task.fn = module.f
-    assert "torch" in registry.needed_modules(task)
 
 
 # Whose a module is.
@@ -250,21 +240,13 @@ def test_a_module_that_is_imported_lazily_stays_so(
     name = "test_imported_lazily"
     path = tmp_path / f"{name}.py"
     path.write_text("LOADED = True")
-    spec = importlib.util.spec_from_file_location(name, path)
-    loader = importlib.util.LazyLoader(spec.loader)
-    spec.loader = loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = import_lazily(name, monkeypatch)
     registry.is_users.cache_clear()
     assert registry.is_users(name)
     assert look_at(name, "__file__") == str(path)
-    assert look_at(name, "LOADED") is None
+    assert look_at(name, "LOADED") is look_at("test_not_there", "__file__") is None
     assert module.LOADED
-
-
-def test_of_no_module_nothing_is_known() -> None:
-    assert look_at("test_not_there", "__file__") is None
 
 
 def test_reading_a_class_does_not_load_a_lazily_loaded_module_that_it_holds():

@@ -60,7 +60,7 @@ def test_the_peak_is_the_largest_running_sum(trace: list[Event], peak: int) -> N
     assert peak_bytes(9216, trace) == peak
 
 
-def test_what_was_before_does_not_count() -> None:
+def test_events_before_the_begin_do_not_count() -> None:
     at_us = [100, 100, 200, 300, 300, 300]
     trace = [{**e, "time_us": t} for e, t in zip(events(-4096, 1024, -2048), at_us, strict=False)]
     # Now 9216, 11264 before the last was freed, 14336 before the first.
@@ -121,10 +121,15 @@ def torch() -> FakeTorch:
     return FakeTorch(256 * MIB)
 
 
-def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -> None:
-    before = torch.switches
+def begun(torch: FakeTorch) -> Callable[[], int | None]:
     trace = begin_trace(torch)
     assert trace is not None
+    return trace
+
+
+def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -> None:
+    before = torch.switches
+    trace = begun(torch)
     assert torch.recording == {
         "enabled": "all", "context": None, "stacks": "python", "max_entries": MAX_EVENTS,
     }  # fmt: skip
@@ -135,8 +140,7 @@ def test_a_trace_gives_the_peak_and_leaves_pytorch_as_it_was(torch: FakeTorch) -
 
 def test_of_several_devices_the_peaks_are_summed() -> None:
     torch = FakeTorch(1024, 2048, 4096)
-    trace = begin_trace(torch)
-    assert trace is not None
+    trace = begun(torch)
     # The third was never used.
     torch.traces = [events(-512), events(1024, -1024)]
     assert trace() == 1024 + 512 + 2048 + 1024 + 4096
@@ -153,27 +157,22 @@ def test_while_the_body_records_nothing_is_traced(torch: FakeTorch) -> None:
 @pytest.mark.parametrize(
     "name", ["_cuda_record_memory_history", "_cuda_record_memory_history_legacy"]
 )
-def test_what_the_body_begins_to_record_meanwhile_goes_on(torch: FakeTorch, name: str) -> None:
+@pytest.mark.parametrize(
+    "theirs", [{"enabled": "all", "context": "all"}, {"enabled": None}], ids=["on", "off"]
+)
+def test_what_the_body_switches_meanwhile_stays_so(
+    torch: FakeTorch, name: str, theirs: dict[str, Any]
+) -> None:
     before = torch.switches
-    trace = begin_trace(torch)
-    assert trace is not None
-    getattr(torch._C, name)(enabled="all", context="all")
+    trace = begun(torch)
+    getattr(torch._C, name)(**theirs)
     assert trace() is None
-    assert torch.recording == {"enabled": "all", "context": "all"}
-    assert (torch.switches, torch.log) == (before, ["on", "on"])
-
-
-def test_what_the_body_switched_off_stays_off(torch: FakeTorch) -> None:
-    trace = begin_trace(torch)
-    assert trace is not None
-    torch.cuda.memory._record_memory_history(enabled=None)
-    assert trace() is None
-    assert torch.log == ["on", "off"]
+    assert torch.recording == (theirs if theirs["enabled"] else None)
+    assert (torch.switches, torch.log) == (before, ["on", "on" if theirs["enabled"] else "off"])
 
 
 def test_a_value_set_over_a_switch_stays(torch: FakeTorch) -> None:
-    trace = begin_trace(torch)
-    assert trace is not None
+    trace = begun(torch)
     inner = torch._C._cuda_record_memory_history
 
     def theirs(**given: Any) -> None:
@@ -186,27 +185,29 @@ def test_a_value_set_over_a_switch_stays(torch: FakeTorch) -> None:
 
 def test_a_pytorch_without_the_old_switch_is_traced(torch: FakeTorch) -> None:
     del torch._C._cuda_record_memory_history_legacy
-    trace = begin_trace(torch)
-    assert trace is not None
+    trace = begun(torch)
     assert trace() == 256 * MIB
     assert not hasattr(torch._C, "_cuda_record_memory_history_legacy")
 
 
-def test_a_trace_that_lost_its_oldest_events_says_nothing(
-    torch: FakeTorch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_adapter, "MAX_EVENTS", 3)
-    trace = begin_trace(torch)
-    assert trace is not None
-    torch.traces[0] = events(512, 512, 512)
-    assert trace() is None
-    assert torch.recording is None
+def _too_many_events(torch: FakeTorch) -> None:
+    torch.traces[0] = events(*[512] * (MAX_EVENTS + 1))
 
 
-def test_blocks_that_are_rounded_otherwise_are_not_added_up(torch: FakeTorch) -> None:
+def _other_rounding(torch: FakeTorch) -> None:
     torch.settings["roundup_power2_divisions"] = {1: 0, 2: 4}
-    trace = begin_trace(torch)
-    assert trace is not None
+
+
+def _no_counters(torch: FakeTorch) -> None:
+    torch.cuda.memory_stats_as_nested_dict = lambda i: {}
+
+
+@pytest.mark.parametrize("loses", [_too_many_events, _other_rounding, _no_counters])
+def test_a_trace_without_all_facts_says_nothing(
+    torch: FakeTorch, loses: Callable[[FakeTorch], None]
+) -> None:
+    trace = begun(torch)
+    loses(torch)
     assert trace() is None
     assert torch.recording is None
 
@@ -229,19 +230,10 @@ def test_an_allocator_that_cannot_be_traced_is_not(
     assert (torch.recording, torch.switches) == (None, before)
 
 
-def test_without_counters_nothing_is_known(torch: FakeTorch) -> None:
-    trace = begin_trace(torch)
-    assert trace is not None
-    torch.cuda.memory_stats_as_nested_dict = lambda i: {}
-    assert trace() is None
-    assert torch.recording is None
-
-
 @pytest.mark.parametrize(("broken", "left"), [("snapshot", False), ("switch", True), ("ask", True)])
 def test_what_fails_at_the_end_raises_nothing(torch: FakeTorch, broken: str, left: bool) -> None:
     before = torch.switches
-    trace = begin_trace(torch)
-    assert trace is not None
+    trace = begun(torch)
     torch.broken.add(broken)
     trace()
     assert (torch.recording is not None, torch.switches) == (left, before)
@@ -273,8 +265,7 @@ def test_the_newest_part_of_a_history_is_a_trace_and_the_history_goes_on(
     recorded: FakeTorch,
 ) -> None:
     before = recorded.switches
-    trace = begin_trace(recorded)
-    assert trace is not None
+    trace = begun(recorded)
     recorded.traces[0] = at(-60, GIB, -GIB) + at(60, 512 * MIB, -512 * MIB)
     assert trace() == 768 * MIB
     assert (recorded.switches, recorded.log) == (before, ["on"])
@@ -282,16 +273,14 @@ def test_the_newest_part_of_a_history_is_a_trace_and_the_history_goes_on(
 
 def test_a_history_that_does_not_reach_back_says_nothing(recorded: FakeTorch) -> None:
     for kept, peak in ((at(60, 512, -512), None), ([], 256 * MIB)):
-        trace = begin_trace(recorded)
-        assert trace is not None
+        trace = begun(recorded)
         recorded.traces[0] = kept
         assert trace() == peak
 
 
 def test_a_history_that_the_body_has_stopped_leaves_room_for_a_trace(recorded: FakeTorch) -> None:
     recorded.cuda.memory._record_memory_history(enabled=None)
-    trace = begin_trace(recorded)
-    assert trace is not None
+    trace = begun(recorded)
     recorded.traces[0] = events(512 * MIB, -512 * MIB)
     assert trace() == 768 * MIB
     assert recorded.recording is None

@@ -99,19 +99,6 @@ def test_only_the_arrays_of_the_last_call_stay_while_another_waits(written: Writ
         assert len(written.files) == 2
 
 
-def test_an_array_inside_an_object_is_shared_while_calls_run(written: Written) -> None:
-    class Model:
-        def __init__(self) -> None:
-            self.weights = np.arange(300_000)
-
-    model = Model()
-    with written.files.share() as a, written.files.share() as b:
-        dump(a, model)
-        dump(b, model)
-        assert written.count == 1
-    assert len(written.files) == 0
-
-
 def test_calls_that_come_together_write_once(written: Written) -> None:
     array = np.arange(3_000_000)
     with contextlib.ExitStack() as calls:

@@ -55,11 +55,6 @@ def test_parts_begin_where_they_are_laid_out() -> None:
     assert mapped[:] == b"a" * 65 + bytes(63) + b"ccc"
 
 
-def test_a_stream_has_nothing_between_its_pieces() -> None:
-    mapped = write_file([memoryview(b"abc"), memoryview(b"de")], alignment=1).map()
-    assert mapped[:] == b"abcde"
-
-
 def test_a_change_to_a_mapping_is_private() -> None:
     file = write_file([memoryview(b"x" * 10)])
     first, second = file.map(), file.map()

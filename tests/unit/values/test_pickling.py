@@ -21,6 +21,7 @@ from prefect_gpu import values
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.values import by_value, transport
+from tests.unit.frameworks.policies import import_lazily
 
 SOURCE = """
 import threading
@@ -73,19 +74,6 @@ class Prefixed(Exception):
         super().__init__(f"memory: {text}")
 
 
-class Disk(OSError):
-    def __init__(self, number: int, *, path: str) -> None:
-        super().__init__(number, "disk full", path)
-
-
-class Slotted(Exception):
-    __slots__ = ("code",)
-
-    def __init__(self, code: int) -> None:
-        super().__init__()
-        self.code = code
-
-
 class Changeling(Exception):
     def __reduce__(self) -> Any:
         return str, ("no exception",)
@@ -126,21 +114,6 @@ def test_a_module_by_path_that_hides_an_importable_one_is_not_it(
     assert values.is_importable("twin_module")
 
 
-@pytest.fixture
-def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module that is loaded when one of its attributes is first read."""
-    (tmp_path / "lazy_module.py").write_text("import sys\nsys.lazy_module_was_loaded = True\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    spec = importlib.util.find_spec("lazy_module")
-    assert spec is not None and spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "lazy_module", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(sys, "lazy_module_was_loaded", False, raising=False)
-    return module
-
-
 def test_only_what_no_import_can_find_travels_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     # Libraries make modules by hand in their own packages (pybind11): their classes are known by name.
     monkeypatch.setitem(sys.modules, "json.made_by_hand", types.ModuleType("json.made_by_hand"))
@@ -155,39 +128,32 @@ def test_only_what_no_import_can_find_travels_by_value(monkeypatch: pytest.Monke
     ]
 
 
-def test_a_module_that_loads_itself_late_is_importable_and_stays_unloaded(
-    lazy: types.ModuleType,
+def test_a_module_that_loads_itself_late_is_importable_and_sent_without_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "lazy_module.py").write_text("import sys\nsys.lazy_module_was_loaded = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lazy = import_lazily("lazy_module", monkeypatch)
+    monkeypatch.setattr(sys, "lazy_module_was_loaded", False, raising=False)
     assert values.is_importable("lazy_module")
-    assert not sys.lazy_module_was_loaded  # type: ignore[attr-defined]
-
-
-def test_a_module_that_loads_itself_late_is_sent_without_being_loaded(
-    lazy: types.ModuleType,
-) -> None:
     data = values.dumps([lazy], "call", "call")
     assert not sys.lazy_module_was_loaded  # type: ignore[attr-defined]
     assert values.loads(data, "call") == [lazy]
 
 
-def test_an_object_in_sys_modules_that_is_no_module_is_not_importable(
+def test_odd_objects_in_sys_modules_and_finders_that_fail_are_passed_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Slots:
+    class Odd:
         __slots__ = ()
 
-    monkeypatch.setitem(sys.modules, "slots_module", Slots())  # type: ignore[arg-type]
-    assert not values.is_importable("slots_module")
-
-
-def test_a_finder_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken:
         def find_spec(self, *args: object) -> None:
             raise RuntimeError
 
-    module = types.ModuleType("made_by_hand")
-    monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    monkeypatch.setattr(sys, "meta_path", [Broken(), object(), *sys.meta_path])
+    monkeypatch.setitem(sys.modules, "no_module", Odd())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "made_by_hand", types.ModuleType("made_by_hand"))
+    monkeypatch.setattr(sys, "meta_path", [Odd(), object(), *sys.meta_path])
+    assert not values.is_importable("no_module")
     assert not values.is_importable("made_by_hand")
 
 
@@ -253,29 +219,15 @@ def test_reducers_are_asked_for_what_is_no_class_and_no_function() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [
-        ({"model": Connected()}, "result['model'].socket"),
-        ([1, (2, sqlite3.connect(":memory:"))], "result[1][1]"),
-        ({"set": {1, threading.get_ident}, "it": sqlite3.connect(":memory:")}, "result['it']"),
-        (sqlite3.connect(":memory:"), "result"),
-    ],
-)
-def test_what_cannot_be_pickled_is_named_by_its_path(value: object, path: str) -> None:
-    with pytest.raises(ResultError) as caught:
-        values.dumps(value, "return value", "result")
-    assert caught.value.where == path
-    assert caught.value.type_name == "sqlite3.Connection"
-
-
-def test_the_path_to_what_cannot_be_pickled_is_bounded() -> None:
+@pytest.mark.parametrize("depth", [0, 3, 20])
+def test_the_path_to_what_cannot_be_pickled_is_bounded(depth: int) -> None:
     value: Any = sqlite3.connect(":memory:")
-    for _ in range(20):
+    for _ in range(depth):
         value = [value]
     with pytest.raises(ResultError) as caught:
         values.dumps(value, "return value", "result")
-    assert caught.value.where == "result" + "[0]" * 8
+    assert caught.value.where == "result" + "[0]" * min(depth, 8)
+    assert caught.value.type_name == ("builtins.list" if depth > 8 else "sqlite3.Connection")
 
 
 @pytest.mark.parametrize(
@@ -288,24 +240,10 @@ def test_a_lock_is_refused_as_an_argument_where_a_new_one_would_guard_nothing(
         values.dumps(value, "return value", "result")
 
 
-def test_an_exception_arrives_as_it_is() -> None:
-    back = values.loads(values.dump_exception(ValueError("limit", 3)), "exception")
-    assert type(back) is ValueError and back.args == ("limit", 3)
-
-
-@pytest.mark.parametrize(
-    ("error", "type_name", "says"),
-    [
-        (Wordless(), "Wordless", "whose text cannot be had"),
-    ],
-)
-def test_an_exception_that_cannot_travel_arrives_as_its_description(
-    error: Exception, type_name: str, says: str
-) -> None:
-    told = values.loads(values.dump_exception(error), "exception")
+def test_an_exception_that_cannot_travel_arrives_as_its_description() -> None:
+    told = back(Wordless())
     assert isinstance(told, ResultError)
-    assert told.type_name.endswith(type_name) or type_name in str(told)
-    assert says in str(told)
+    assert "Wordless" in str(told) and "whose text cannot be had" in str(told)
     assert len(str(told)) < 2000
 
 
@@ -318,12 +256,8 @@ def back(error: BaseException) -> BaseException:
     [
         TwoArguments("left", "right"),
         Changeling("was one"),
-        KeywordOnly(503, host="h"),
         Prefixed("low"),
-        Disk(28, path="/x"),
-        Slotted(7),
         OSError(2, "no such file", "/x"),
-        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
         SystemExit(3),
         ImportError("no", name="n", path="p"),
         json.JSONDecodeError("bad", "text", 2),
@@ -334,11 +268,7 @@ def test_an_exception_arrives_with_type_text_arguments_and_attributes(error: Any
     arrived: Any = back(error)
     assert type(arrived) is type(error)
     assert (str(arrived), arrived.args) == (str(error), error.args)
-    names = {
-        *vars(error),
-        *("code", "host", "errno", "filename", "name", "path", "start", "reason"),
-    }
-    for name in names:
+    for name in {*vars(error), "code", "errno", "filename", "name", "path"}:
         assert getattr(arrived, name, None) == getattr(error, name, None), name
 
 
@@ -358,34 +288,23 @@ def test_cause_context_and_notes_arrive() -> None:
     assert repr(arrived.__cause__.__context__) == "KeyError('first')"
 
 
-def test_what_cannot_travel_of_an_exception_is_left_out_and_named() -> None:
-    error: Any = KeywordOnly(1, host="h")
-    error.connection = sqlite3.connect(":memory:")
-    error.__cause__ = ValueError(sqlite3.connect(":memory:"))
-    arrived: Any = back(error)
-    assert (type(arrived), arrived.code, arrived.host) == (KeywordOnly, 1, "h")
-    assert not hasattr(arrived, "connection")
-    assert any("Attribute 'connection' was left out" in note for note in arrived.__notes__)
-    assert "sqlite3.Connection object" in str(arrived.__cause__)
-
-
 def test_bytes_that_are_no_value_are_an_error() -> None:
     with pytest.raises(ResultError, match="cannot be rebuilt"):
         values.loads(transport.pack([memoryview(b"nonsense")], ()), "return value")
 
 
-def test_what_travels_apart_is_read_when_it_is_asked_for_and_its_buffers_travel_beside_the_stream() -> (
-    None
-):
+def test_what_travels_apart_is_read_on_request_and_its_buffers_travel_beside_the_stream() -> None:
     large = pytest.importorskip("numpy").arange(100_000)
-    apart = values.Apart.of({"large": large, "it": Unreadable()}, "call", "context")
-    call = values.loads(values.dumps(Call(len, (), {}, apart), "call", "call"), "call")
+
+    def sent(context: dict[str, Any]) -> Any:
+        apart = values.Apart.of(context, "call", "context")
+        assert len(apart.stream) < 10_000
+        return values.loads(values.dumps(Call(len, (), {}, apart), "call", "call"), "call")
+
+    call = sent({"large": large, "it": Unreadable()})
     with pytest.raises(LookupError, match="it is read"):
         call.read_context()
-    apart = values.Apart.of({"large": large}, "call", "context")
-    assert len(apart.stream) < 10_000
-    call = values.loads(values.dumps(Call(len, (), {}, apart), "call", "call"), "call")
-    assert (call.read_context()["large"] == large).all()
+    assert (sent({"large": large}).read_context()["large"] == large).all()
 
 
 def test_a_context_gets_the_parameters_of_its_task_and_its_flow_back() -> None:
@@ -436,17 +355,19 @@ def test_only_an_object_without_any_state_is_the_one_of_its_name() -> None:
 
 
 def test_a_long_chain_of_errors_with_what_cannot_be_sent_arrives() -> None:
-    error: Any = None
+    error: Any = ValueError(sqlite3.connect(":memory:"))
     for number in range(40):
         following: Any = KeywordOnly(number, host="h")
         following.connection = sqlite3.connect(":memory:")
         following.__cause__ = error
         error = following
     arrived: Any = back(error)
+    assert any("Attribute 'connection' was left out" in note for note in arrived.__notes__)
     for number in range(39, -1, -1):
-        assert (type(arrived), arrived.code) == (KeywordOnly, number)
+        assert (type(arrived), arrived.code, arrived.host) == (KeywordOnly, number, "h")
+        assert not hasattr(arrived, "connection")
         arrived = arrived.__cause__
-    assert arrived is None
+    assert "sqlite3.Connection object" in str(arrived)
 
 
 def test_a_name_that_holds_none_is_there_for_a_process_that_asks() -> None:

@@ -144,9 +144,7 @@ def holders(draw: st.DrawFn) -> tuple[Any, Any]:
 
 @settings(derandomize=True)
 @given(holders())
-def test_the_path_in_a_refusal_leads_to_the_part_that_cannot_be_sent(
-    held: tuple[Any, Any],
-) -> None:
+def test_the_path_in_a_refusal_leads_to_the_part_that_cannot_be_sent(held: tuple[Any, Any]) -> None:
     value, bad = held
     with pytest.raises(ResultError) as refused:
         values.dumps(value, "argument", "value")
@@ -222,8 +220,7 @@ def errors(draw: st.DrawFn) -> BaseException:
 
 
 def _raised(error: BaseException) -> BaseException:
-    again: BaseException = values.loads(values.dump_exception(error), "exception")
-    return again
+    return values.loads(values.dump_exception(error), "exception")  # type: ignore[no-any-return]
 
 
 @settings(derandomize=True)

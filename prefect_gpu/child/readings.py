@@ -1,7 +1,6 @@
-"""The sources of a child's memory readings.
+"""Reads a child's memory: from frameworks and the driver on GPUs, from `prefect_gpu.testing` on simulated devices.
 
-On GPUs the frameworks and the driver are asked, on simulated devices the tally of `prefect_gpu.testing`.
-`recorder` takes and collects readings.
+`recorder` collects the readings.
 """
 
 from __future__ import annotations
@@ -25,13 +24,9 @@ T = TypeVar("T")
 
 
 class Readings:
-    """The sources of one child. They never raise: a measurement must not fail a body.
+    """Readings of one child's memory. Its methods do not raise: a measurement must not fail a body.
 
-    Args:
-        policy: Contains the devices and their kind.
-        adapters: Frameworks to ask.
-        own: Asks the driver; `None`: the machine's driver.
-        contexts: Primary contexts of this process; `None`: read from the machine's driver.
+    Tests pass `own` and `contexts` in place of the machine's driver.
     """
 
     def __init__(
@@ -48,10 +43,8 @@ class Readings:
         self._simulated = policy.device_kind == "simulated"
         #: Whether the task keeps unused memory on purpose.
         self._keeps_unused = policy.allocation == "all"
-        self._own = None
-        if policy.device_kind == "nvml":
-            self._own = own or OwnMemory(policy.device_uuids)
         on_gpu = policy.device_kind == "nvml"
+        self._own = (own or OwnMemory(policy.device_uuids)) if on_gpu else None
         self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
         #: Memory of the frameworks at the last reading.
         self._held_bytes = 0
@@ -133,14 +126,13 @@ class Readings:
             return None
         try:
             found = question(self._adapters)
-            # After the question: counters from before the destruction of a context are right.
+            # After the question: counters from before the destruction of a context are right, later ones are not.
             if found is None or not self._contexts.read():
                 return found
-            # From here on the counters include lost memory.
             logger.warning(
                 "the body destroyed its CUDA context while %s held %s in it (cudaDeviceReset, "
-                "numba.cuda.close() and Device.reset() do that): what was there is lost, and the report has "
-                "the framework's figures from before; to free memory, use the framework's own calls, such as "
+                "numba.cuda.close() and Device.reset() do that): this memory is lost, and the report has the "
+                "framework's earlier figures; to free memory, use the framework's own calls, such as "
                 "prefect_gpu.release_cached()",
                 " and ".join(hooks.frameworks_in_use()),
                 format_bytes(self._held_bytes),

@@ -28,17 +28,10 @@ READING_S = 5.0
 def read_cluster(
     address: str, settings: NodeSettings
 ) -> tuple[tuple[DeviceSnapshot, ...], Mapping[str, str]]:
-    """Read the devices of all nodes once.
-
-    Args:
-        address: See `GPUTaskRunner`.
-        settings: See `FlowCluster`.
+    """Read the devices of all nodes once; see `FlowCluster`.
 
     Returns:
         A snapshot of each device, and the reason for each node that is set aside.
-
-    Raises:
-        DeviceError: There is no cluster at the address, or none of its nodes has a device.
     """
     cluster = Cluster(address, settings)
     with _at_the_root():
@@ -57,7 +50,7 @@ def read_cluster(
 
 @contextlib.contextmanager
 def _at_the_root() -> Iterator[None]:
-    """Connect from `/`: Ray's workers search the connecting program's folder first, which only a flow wants."""
+    """Connect from `/`: Ray's workers search the connecting program's folder first, which is for flows."""
     folder = working_folder()
     os.chdir("/")
     try:
@@ -87,13 +80,7 @@ def wanted_gpus(
 
 
 class FlowCluster:
-    """The connection of one runner to a cluster, from its first GPU task until `close`.
-
-    Args:
-        address: See `GPUTaskRunner`.
-        settings: Settings of each node's agent.
-        num_gpus: See `GPUTaskRunner`.
-        max_processes: Most processes at a time; `None`: as many as the nodes allow.
+    """The connection of one runner to a cluster, until `close`. Arguments are those of `GPUTaskRunner`.
 
     Raises:
         DeviceError: There is no cluster at the address, or none of its nodes has a device.
@@ -134,7 +121,7 @@ class FlowCluster:
         return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Ask the nodes to keep a standby for a submitted task; its policy has no devices and no budget yet."""
+        """Ask the nodes to keep a standby for a submitted task, whose policy has no devices and no budget."""
         return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
 
     def close(self) -> None:

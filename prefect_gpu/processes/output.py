@@ -1,9 +1,9 @@
 """Output of children on its way to the parent's own standard output and error.
 
-The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A separate thread writes the
-output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait as any process would.
-After `STALLED_S` without progress output is dropped, and a line says how much: so a terminal that is not read never
-stops a child for good. The end of standard error is kept for error messages about a death.
+The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A thread of its own writes the
+output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait. After `STALLED_S`
+seconds without progress output is dropped, and a line says how much: a terminal that is not read stops no child for
+good. The end of standard error is kept for error messages about a death.
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ STDERR_TAIL_BYTES = 64 * 1024
 #: Bytes read or written in one call.
 _PIECE_BYTES = 64 * 1024
 
-#: Most pieces read from a stream whose process has ended: more than a pipe holds, but not endless if a remaining
-#: process goes on writing.
+#: Most pieces read from a stream whose process has ended: more than a pipe holds. Another process may still write.
 _LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output to `sys.stdout` and `sys.stderr`, from a thread of its own.
-
-    Args:
-        on_progress: Called after each write, on that thread.
-    """
+    """Writes children's output to `sys.stdout` and `sys.stderr` on its thread, and calls `on_progress` after each write."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         self._on_progress = on_progress
@@ -115,9 +110,8 @@ class OutputForwarder:
                     size += len(part)
                 dropped, self._dropped_bytes = self._dropped_bytes, 0
             if dropped:
-                parts.append(
-                    f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n"
-                )
+                text = f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n"
+                parts.append(text)
             self._write(stream, "".join(parts))
             with self._condition:
                 self._pending_bytes -= size
@@ -137,18 +131,12 @@ class OutputForwarder:
                 target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
         except Exception:
-            # A closed or broken stream of the parent must not fail a task, and there is no other place to report it.
+            # A closed or broken stream of the parent must not fail a task.
             return
 
 
 class ChildOutput:
-    """The standard streams of one child. For the launcher's thread only.
-
-    Args:
-        streams: Unbuffered pipes with the child's output.
-        selector: The launcher's; reports when a stream can be read.
-        forwarder: Writes the output.
-    """
+    """The standard streams of one child, which are unbuffered pipes. For the launcher's thread only."""
 
     def __init__(
         self,
@@ -187,16 +175,15 @@ class ChildOutput:
         self.close_in_fork()
 
     def close_in_fork(self) -> None:
-        """Close the streams; leave the selector, which a fork shares with its parent, unchanged."""
+        """Close the streams, but do not change the selector, which a fork shares with its parent."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
 
     def _watch(self) -> None:
         for name, stream in self._streams.items():
-            self._selector.register(
-                stream, selectors.EVENT_READ, functools.partial(self._ready, name)
-            )
+            ready = functools.partial(self._ready, name)
+            self._selector.register(stream, selectors.EVENT_READ, ready)
 
     def _unwatch(self) -> None:
         for stream in self._streams.values():

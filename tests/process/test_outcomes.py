@@ -179,7 +179,6 @@ def test_a_question_of_the_body_is_answered_by_the_parent(rig: Rig) -> None:
     assert child.value() == 3
     child.handle.answer(Answered())  # gone by now
     child.handle.kill()
-    child.handle.terminate()
 
 
 # How it dies.
@@ -211,17 +210,11 @@ def test_a_child_that_hangs_at_exit_is_killed_and_its_value_is_kept(
     assert "after its value" in child.exit().killed_because
 
 
-def test_sigterm_ends_a_child_and_sigkill_one_that_ignores_it(rig: Rig, tmp_path: Path) -> None:
-    polite = rig.start(bodies.wait_long, str(tmp_path / "polite"))
-    stubborn = rig.start(bodies.ignore_sigterm, str(tmp_path / "stubborn"))
-    assert eventually(lambda: len(list(tmp_path.glob("*[a-z]"))) == 2)
-    assert eventually(lambda: (tmp_path / "stubborn").exists() and (tmp_path / "polite").exists())
-    polite.handle.terminate()
-    stubborn.handle.terminate()
-    assert polite.exit().code == -signal.SIGTERM
-    assert is_alive(stubborn.pid)
-    stubborn.handle.kill()
-    assert stubborn.exit().code == -signal.SIGKILL
+def test_kill_ends_a_child_that_ignores_sigterm(rig: Rig, tmp_path: Path) -> None:
+    child = rig.start(bodies.ignore_sigterm, str(tmp_path / "ready"))
+    assert eventually((tmp_path / "ready").exists)
+    child.handle.kill()
+    assert child.exit().code == -signal.SIGKILL
 
 
 def test_a_child_that_closes_all_and_lives_on_is_killed(make_rig: MakeRig) -> None:

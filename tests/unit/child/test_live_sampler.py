@@ -173,7 +173,7 @@ def test_a_sampler_that_fails_logs_once_and_ends(
     setattr(rig.source, asked, _fail)
     rig.sampler._run()
     assert capsys.readouterr().err.splitlines() == [
-        "prefect_gpu: no longer looks at memory: ValueError('no number')"
+        "prefect_gpu: memory is no longer sampled: ValueError('no number')"
     ]
 
 

@@ -67,8 +67,6 @@ class FakeChild:
     def answer(self, message: Any) -> None:
         self.answers.put(message)
 
-    def terminate(self) -> None: ...
-
     def kill(self) -> None:
         self.killed.set()
 

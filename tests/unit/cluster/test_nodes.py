@@ -20,7 +20,6 @@ from prefect_gpu.cluster.wire import (
     ResultArrived,
     Send,
     SentCall,
-    Terminate,
     send_result,
 )
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
@@ -219,9 +218,8 @@ def test_a_process_is_steered_by_commands() -> None:
     _, (a,) = make_nodes("a")
     handle = RemoteHandle(a, "one")
     handle.answer("yes")
-    handle.terminate()
     handle.kill()
-    assert agent_of(a).commands == [Send("one", "yes"), Terminate("one"), Kill("one")]
+    assert agent_of(a).commands == [Send("one", "yes"), Kill("one")]
     RemoteHandle(None, "one").kill()
 
 

@@ -63,8 +63,7 @@ class Readings:
     def counters(self) -> Counters | None:
         """Read all counters; `None`: no framework has touched a device, or they cannot be read."""
         if self._simulated:
-            tally = _of_simulated("tally")
-            found: Counters | None = None if tally is None else tally()
+            found: Counters | None = _ask_simulated("tally")
             return found
         counters = self._ask(hooks.collect_counters)
         if counters is not None:
@@ -74,8 +73,7 @@ class Readings:
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace allocations; `None`: no framework can be traced now."""
         if self._simulated:
-            begin = _of_simulated("begin_trace")
-            trace: EndTrace | None = None if begin is None else begin()
+            trace: EndTrace | None = _ask_simulated("begin_trace")
             return trace
         return self._ask(hooks.begin_trace)
 
@@ -146,7 +144,7 @@ class Readings:
             return None
 
 
-def _of_simulated(name: str) -> Callable[[], Any] | None:
-    """Return a function of `prefect_gpu.testing`; `None`: the body has not imported the module completely."""
-    found: Callable[[], Any] | None = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
-    return found
+def _ask_simulated(name: str) -> Any:
+    """Call a function of `prefect_gpu.testing`; return `None` if the body has not imported the module completely."""
+    function = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
+    return None if function is None else function()

@@ -16,28 +16,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from prefect_gpu.broker.ledger import Entry, Row, Written
+from prefect_gpu.cluster import wire
 from prefect_gpu.cluster.in_order import InOrder
-from prefect_gpu.cluster.wire import (
-    LOST_CODE,
-    Command,
-    Expect,
-    Kill,
-    Launch,
-    News,
-    NodeFacts,
-    ObjectStore,
-    Part,
-    PeaksKnown,
-    Release,
-    ResultArrived,
-    Send,
-    SharedResult,
-    ShareFiles,
-    can_share,
-    open_shared,
-    receive_result,
-    send_call,
-)
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
 from prefect_gpu.processes.launch_spec import (
@@ -54,6 +34,7 @@ from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     ModelBudgets,
     NodeReading,
+    Reading,
     Request,
 )
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
@@ -67,7 +48,7 @@ SILENT_S = 2.0
 class Agent(Protocol):
     """The agent of one node, for the flow."""
 
-    def tell(self, commands: Sequence[Command]) -> None:
+    def tell(self, commands: Sequence[wire.Command]) -> None:
         """Send commands, in order; return at once. An agent that is gone ignores them."""
 
 
@@ -77,13 +58,11 @@ class Node:
 
     name: str
     agent: Agent
-    facts: NodeFacts
+    facts: wire.NodeFacts
     #: The flow runs on this node, so values of its tasks do not travel.
     near: bool = False
-    #: Last snapshots of the node's devices.
-    snapshots: tuple[DeviceSnapshot, ...] = ()
-    host_available_bytes: int = 0
-    error: str = ""
+    #: Last reading of its devices.
+    reading: Reading = field(default_factory=lambda: Reading(0.0, (), 0))
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)
     live_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -94,20 +73,20 @@ class Node:
     #: Numbers of waiting standbys, by the key of their kind.
     standbys: Mapping[str, int] = field(default_factory=dict)
 
-    def keep(self, snapshots: Sequence[DeviceSnapshot]) -> None:
-        """Keep new snapshots, except those with the figures of the device's last snapshot."""
-        last = {snapshot.device.uuid: snapshot for snapshot in self.snapshots}
+    def keep(self, reading: Reading) -> None:
+        """Keep a new reading, with the last snapshots of devices whose figures are unchanged."""
+        last = {snapshot.device.uuid: snapshot for snapshot in self.reading.snapshots}
         kept = []
-        for new in snapshots:
+        for new in reading.snapshots:
             known = last.get(new.device.uuid, new)
             kept.append(known if replace(new, at_s=known.at_s) == known else new)
-        self.snapshots = tuple(kept)
+        self.reading = replace(reading, snapshots=tuple(kept))
 
 
 class Nodes:
     """All nodes with devices, and the flow's processes there. Any thread may use it."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: wire.ObjectStore) -> None:
         self.store = store
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
@@ -123,8 +102,8 @@ class Nodes:
     def join(self, node: Node) -> None:
         """Add a node; a node of the same name, whose agent was started again, leaves first."""
         self.leave(node.name, f"the agent of node {node.name} was started again")
-        if can_share(node.facts):
-            node.agent.tell([ShareFiles()])
+        if wire.can_share(node.facts):
+            node.agent.tell([wire.ShareFiles()])
         with self._lock:
             self._nodes[node.name] = node
             if node.near:
@@ -143,7 +122,7 @@ class Nodes:
         for each in lost.values():
             each.lose(why)
 
-    def start(self, name: str, launch: Launch, listener: Listener) -> Node:
+    def start(self, name: str, launch: wire.Launch, listener: Listener) -> Node:
         """Start a process on a node; raise `NodeRefusedError` if the node is gone."""
         with self._lock:
             node = self._nodes.get(name)
@@ -158,19 +137,17 @@ class Nodes:
             raise
         return node
 
-    def take(self, name: str, news: News) -> None:
+    def take(self, name: str, news: wire.News) -> None:
         """Handle the news of a node."""
         now_s = time.monotonic()
         with self._lock:
             node = self._nodes.get(name)
             if node is None or node.facts.agent != news.agent:
                 return
-            if news.snapshots is not None:
+            if news.reading is not None:
                 # A reading may be old although the agent answers: a driver may hang.
-                node.heard_s = now_s - max(0.0, news.now_s - news.read_s)
-                node.keep(news.snapshots)
-                node.error = news.error
-                node.host_available_bytes = news.host_available_bytes
+                node.heard_s = now_s - max(0.0, news.now_s - news.reading.at_s)
+                node.keep(news.reading)
                 node.live_bytes = news.live_bytes
             if news.standbys is not None:
                 node.standbys = news.standbys
@@ -188,29 +165,29 @@ class Nodes:
                 self._children.pop(child, None)
         if known is None:
             return
-        if isinstance(message, PeaksKnown):
+        if isinstance(message, wire.PeaksKnown):
             node.peaks[message.pid] = message.live_bytes, message.devices
-        elif isinstance(message, ResultArrived):
+        elif isinstance(message, wire.ResultArrived):
             known.order.take(partial(self._fetch, child, known, message), slow=True)
         else:
             known.take(message)
 
-    def _fetch(self, name: str, child: _Child, arrived: ResultArrived) -> None:
+    def _fetch(self, name: str, child: _Child, arrived: wire.ResultArrived) -> None:
         """Get a child's value, on a thread of its own."""
         result = arrived.result
         try:
-            if isinstance(result, SharedResult):
-                value = open_shared(result)
+            if isinstance(result, wire.SharedResult):
+                value = wire.open_shared(result)
             else:
-                value = receive_result(result, self.store)
+                value = wire.receive_result(result, self.store)
         except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
             why = f"its value was lost on the way: {error}"
-            child.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+            child.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
             child.pass_on(ValueArrived(value))
         finally:
-            if isinstance(result, SharedResult):
-                child.node.agent.tell([Release(name)])
+            if isinstance(result, wire.SharedResult):
+                child.node.agent.tell([wire.Release(name)])
 
 
 @dataclass(eq=False)
@@ -235,7 +212,7 @@ class _Child:
 
     def _lose(self, why: str) -> None:
         if self.began:
-            self.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+            self.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
             # The process may have begun, so the task is not placed again.
             how = "was lost before anything was heard of it"
@@ -284,7 +261,7 @@ class ClusterReader(DeviceReader):
         """See `DeviceReader.nodes`."""
         return {
             node.name: NodeReading(
-                node.host_available_bytes, node.facts.max_processes, node.standbys
+                node.reading.host_available_bytes, node.facts.max_processes, node.standbys
             )
             for node in self._nodes.all()
         }
@@ -302,7 +279,7 @@ class ClusterReader(DeviceReader):
 
 def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
     silent_s = now_s - node.heard_s
-    snapshots, error = node.snapshots, node.error
+    snapshots, error = node.reading.snapshots, node.reading.error
     if silent_s > SILENT_S:
         error = f"node {node.name} has not answered for more than {format_seconds(SILENT_S)}"
     elif not snapshots and not error:
@@ -412,18 +389,18 @@ class ClusterLauncher:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._sent: weakref.WeakKeyDictionary[MemoryFile, Part] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[MemoryFile, wire.Part] = weakref.WeakKeyDictionary()
         self._sends = threading.Lock()
 
     def start(
-        self, spec: LaunchSpec, listener: Listener, standby: Expect | None = None
+        self, spec: LaunchSpec, listener: Listener, standby: wire.Expect | None = None
     ) -> RemoteHandle:
         """See `Launcher.start` and `Launch.standby`. A node without free devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
         # A calibration has no request.
         placement, asked = spec.placement, spec.request
         with self._sends:
-            call = send_call(spec.call, self._nodes.store, self._sent)
+            call = wire.send_call(spec.call, self._nodes.store, self._sent)
         child = uuid.uuid4().hex
         policy = spec.prepare.policy
         exclusive = any(r.exclusive for r in placement.reservations)
@@ -454,7 +431,7 @@ class ClusterLauncher:
             probe_fraction=probe_fraction,
             confirms_probe=held.probe is not None,
         )
-        launch = Launch(
+        launch = wire.Launch(
             child,
             request,
             replace(spec, call=PackedValue(bytearray())),
@@ -481,9 +458,9 @@ class RemoteHandle:
     def answer(self, message: Any) -> None:
         """See `ChildHandle.answer`."""
         if self._node is not None:
-            self._node.agent.tell([Send(self._child, message)])
+            self._node.agent.tell([wire.Send(self._child, message)])
 
     def kill(self) -> None:
         """See `ChildHandle.kill`."""
         if self._node is not None:
-            self._node.agent.tell([Kill(self._child)])
+            self._node.agent.tell([wire.Kill(self._child)])

@@ -24,7 +24,7 @@ import psutil
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
-from prefect_gpu.cluster.wire import EndAll, NodeFacts
+from prefect_gpu.cluster.wire import Command, EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
@@ -115,27 +115,13 @@ def visible_devices() -> str | None:
         return None
 
 
-class _Actor:
-    """The actor of an agent, as an `Agent`."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def tell(self, commands: Sequence[Any]) -> None:
-        """See `Agent.tell`."""
-        try:
-            self.handle.tell.remote(commands)
-        except Exception:
-            # The actor or the connection is gone, which the listening thread notices.
-            logger.debug("an agent could not be told %s", commands, exc_info=True)
-
-
 @dataclass
 class _Member:
-    """One node of the cluster, as Ray knows it."""
+    """One node of the cluster, as Ray knows it: the `Agent` of a `Node`."""
 
     name: str
-    actor: _Actor
+    #: Ray's handle of the agent's actor.
+    actor: Any
     #: Ray's reference of the awaited answer (facts, then news); `None`: no answer is awaited.
     waits_for: Any
     facts: NodeFacts | None = None
@@ -147,6 +133,14 @@ class _Member:
     asks_s: float | None = None
     #: Monotonic seconds when its devices joined the flow's.
     joined_s: float = float("inf")
+
+    def tell(self, commands: Sequence[Command]) -> None:
+        """See `Agent.tell`."""
+        try:
+            self.actor.tell.remote(commands)
+        except Exception:
+            # The actor or the connection is gone, which the listening thread notices.
+            logger.debug("an agent could not be told %s", commands, exc_info=True)
 
 
 class Cluster:
@@ -249,7 +243,7 @@ class Cluster:
                 logger.debug("the request to the autoscaler could not be withdrawn", exc_info=True)
             for member in self._members.values():
                 try:
-                    self._ray.kill(member.actor.handle)
+                    self._ray.kill(member.actor)
                 except Exception:
                     logger.debug("an agent could not be ended", exc_info=True)
         self._members.clear()
@@ -304,7 +298,7 @@ class Cluster:
             used = {i for i, each in members.items() if each.joined_s <= used_s}
             there = [each["Resources"].get("GPU", 0) for each in told if each["NodeID"] in used]
             # The agent that joined first: other agents may not have started.
-            agent = min(members.values(), key=lambda each: each.joined_s).actor.handle
+            agent = min(members.values(), key=lambda each: each.joined_s).actor
             self._asked = True
             asked = agent.ask_autoscaler.remote([*there, *wanted] if wanted else [])
             self._ray.get(asked, timeout=WAITED_S)
@@ -332,7 +326,7 @@ class Cluster:
         self._on_lost(why)
         for member in self._members.values():
             if self._ray.is_initialized():
-                member.actor.tell([EndAll()])
+                member.tell([EndAll()])
             self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
@@ -373,7 +367,7 @@ class Cluster:
         settings = replace(self._settings, name=name, inline_results=is_client)
         handle = self._agent_class.options(scheduling_strategy=strategy).remote(settings)
         near = node_id == self._own_id
-        return _Member(name, _Actor(handle), handle.facts.remote(), near=near)
+        return _Member(name, handle, handle.facts.remote(), near=near)
 
     @functools.cached_property
     def _agent_class(self) -> Any:
@@ -423,7 +417,7 @@ class Cluster:
         for each in self._members.values():
             if each.asks_s is not None and time.monotonic() >= each.asks_s:
                 each.asks_s = None
-                each.waits_for = each.actor.handle.facts.remote()
+                each.waits_for = each.actor.facts.remote()
         waits = {member.waits_for: i for i, member in self._members.items() if member.waits_for}
         if not waits:
             self._closing.wait(limit_s)
@@ -454,7 +448,7 @@ class Cluster:
                     continue
                 member.seen = said.number
                 self.nodes.take(member.name, said)
-                member.waits_for = member.actor.handle.listen.remote(member.seen)
+                member.waits_for = member.actor.listen.remote(member.seen)
 
     def _take_facts(self, member: _Member, facts: NodeFacts) -> None:
         problem = facts.problem
@@ -472,11 +466,11 @@ class Cluster:
         member.facts, member.seen = facts, 0
         member.joined_s = time.monotonic()
         # Processes of an agent that was unreachable have been given up.
-        member.actor.tell([EndAll()])
-        self.nodes.join(Node(member.name, member.actor, facts, member.near))
+        member.tell([EndAll()])
+        self.nodes.join(Node(member.name, member, facts, member.near))
         if known := self.expected.take(everything=True):
-            member.actor.tell(known)
-        member.waits_for = member.actor.handle.listen.remote(0)
+            member.tell(known)
+        member.waits_for = member.actor.listen.remote(0)
 
     def _set_aside(self, member: _Member, problem: str) -> None:
         if self.aside.get(member.name) != problem:
@@ -504,7 +498,7 @@ class Cluster:
             self._set_aside(member, f"its agent could not be started: {_last_line(cause)}")
             return
         logger.warning("%s%s", why, text)
-        member.waits_for = member.actor.handle.facts.remote()
+        member.waits_for = member.actor.facts.remote()
 
 
 def _connect(ray: Any, address: str) -> None:

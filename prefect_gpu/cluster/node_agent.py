@@ -28,30 +28,9 @@ from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
+from prefect_gpu.cluster import wire
 from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
-from prefect_gpu.cluster.wire import (
-    LOST_CODE,
-    Command,
-    EndAll,
-    Expect,
-    Kill,
-    Launch,
-    News,
-    NodeFacts,
-    ObjectStore,
-    OpenFile,
-    PeaksKnown,
-    Release,
-    ResultArrived,
-    Send,
-    SentResult,
-    SharedResult,
-    ShareFiles,
-    receive_call,
-    send_result,
-    share_result,
-)
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.nvml import NvmlMissingError
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
@@ -123,8 +102,8 @@ class NodeSettings:
 class _Hosted:
     """One process of the flow on this node."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch: Launch | None = launch
+    def __init__(self, launch: wire.Launch) -> None:
+        self.launch: wire.Launch | None = launch
         self.ticket: Ticket | None = None
         self.memory: ProcessMemory | None = None
         self.handle: ChildHandle | None = None
@@ -156,7 +135,7 @@ class NodeAgent:
     def __init__(
         self,
         settings: NodeSettings,
-        store: ObjectStore,
+        store: wire.ObjectStore,
         visible: str | None,
         version: str,
         launcher: Launcher | None = None,
@@ -210,7 +189,7 @@ class NodeAgent:
             self._open_broker(self._reader, settings)
         reader, probe = self._reader, self._probe
         context = None if reader is None else reader.process_memory((), None).context_bytes
-        self._facts = NodeFacts(
+        self._facts = wire.NodeFacts(
             self._agent,
             version,
             "nvml" if reader is None else reader.kind,
@@ -218,7 +197,7 @@ class NodeAgent:
             context or 0,
             0 if self._broker is None else self._broker.max_processes,
             problem,
-            None if probe is None else OpenFile(os.getpid(), probe.fileno()),
+            None if probe is None else wire.OpenFile(os.getpid(), probe.fileno()),
         )
 
     def _open_broker(self, reader: DeviceReader, settings: NodeSettings) -> None:
@@ -256,11 +235,11 @@ class NodeAgent:
             spec = replace(spec, simulated=spec.simulated.on_node(settings.name))
         return open_reader(spec, environ, shared=settings.ledger)
 
-    def facts(self) -> NodeFacts:
+    def facts(self) -> wire.NodeFacts:
         """Return the facts about the node that a flow needs."""
         return self._facts
 
-    def listen(self, seen: int, limit_s: float = LISTEN_S) -> News:
+    def listen(self, seen: int, limit_s: float = LISTEN_S) -> wire.News:
         """Return the news as soon as there are any, after `limit_s` in any case.
 
         `seen` is the number of the last `News` that has arrived; its contents are dropped here.
@@ -271,9 +250,9 @@ class NodeAgent:
             self._changed.wait_for(lambda: self._heard or self._changed_at > seen, limit_s)
             return self._news(seen)
 
-    def _news(self, seen: int) -> News:
+    def _news(self, seen: int) -> wire.News:
         heard = tuple((child, message) for _, child, message in self._heard)
-        news = News(self._agent, self._number, time.monotonic(), heard)
+        news = wire.News(self._agent, self._number, time.monotonic(), heard)
         reading = self._reading
         if reading is None:
             return news
@@ -283,14 +262,12 @@ class NodeAgent:
             if hosted.pid is not None and hosted.memory is not None
             if (size := hosted.memory.live_bytes()) is not None
         }
+        snapshots = (
+            replace(each, device=self._devices[each.device.uuid]) for each in reading.snapshots
+        )
         return replace(
             news,
-            snapshots=tuple(
-                replace(each, device=self._devices[each.device.uuid]) for each in reading.snapshots
-            ),
-            host_available_bytes=reading.host_available_bytes,
-            error=reading.error,
-            read_s=reading.at_s,
+            reading=replace(reading, snapshots=tuple(snapshots)),
             live_bytes=live,
             others=self._others,
             standbys=self._ready if self._ready_at > seen else None,
@@ -319,27 +296,27 @@ class NodeAgent:
             self._heard.append((self._number, child, message))
             self._changed.notify_all()
 
-    def tell(self, commands: Sequence[Command]) -> None:
+    def tell(self, commands: Sequence[wire.Command]) -> None:
         """Carry out commands of the flow, in order; returns at once."""
         for command in commands:
             match command:
-                case Expect():
+                case wire.Expect():
                     self._standbys.expect(command)
-                case EndAll():
+                case wire.EndAll():
                     self._shared.clear()
                     self._end_all()
-                case ShareFiles():
+                case wire.ShareFiles():
                     self._shares = True
-                case Release(child):
+                case wire.Release(child):
                     self._shared.pop(child, None)
-                case Launch(child):
+                case wire.Launch(child):
                     self._take_launch(child, command)
-                case Kill(child):
+                case wire.Kill(child):
                     with self._changed:
                         hosted = self._hosted.get(child)
                     if hosted is not None:
                         hosted.kill()
-                case Send(child, message):
+                case wire.Send(child, message):
                     with self._changed:
                         hosted = self._hosted.get(child)
                     if hosted is not None and hosted.handle is not None:
@@ -361,7 +338,7 @@ class NodeAgent:
 
     # One launch.
 
-    def _take_launch(self, child: str, launch: Launch) -> None:
+    def _take_launch(self, child: str, launch: wire.Launch) -> None:
         hosted = _Hosted(launch)
         with self._changed:
             self._hosted[child] = hosted
@@ -387,7 +364,7 @@ class NodeAgent:
             self._forget(child)
             self._tell(child, ChildRefused(error))
 
-    def _confirm(self, launch: Launch) -> Ticket:
+    def _confirm(self, launch: wire.Launch) -> Ticket:
         """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`."""
         assert self._broker is not None
         request = replace(launch.request, sequence=next_sequence())
@@ -403,7 +380,7 @@ class NodeAgent:
         ticket.on_held_back = lambda away: show(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
         return ticket
 
-    def _start(self, hosted: _Hosted, child: str, launch: Launch, ticket: Ticket) -> None:
+    def _start(self, hosted: _Hosted, child: str, launch: wire.Launch, ticket: Ticket) -> None:
         assert self._broker is not None
         hosted.memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in ticket.devices), launch.budget_bytes
@@ -417,7 +394,7 @@ class NodeAgent:
         if hosted.killed:
             hosted.handle.kill()
 
-    def _spec(self, launch: Launch) -> LaunchSpec:
+    def _spec(self, launch: wire.Launch) -> LaunchSpec:
         """Return the spec with this node's environment, and with folders that exist here."""
         spec = launch.spec
         policy = spec.prepare.policy
@@ -425,7 +402,7 @@ class NodeAgent:
         with self._receives:
             self._follow(spec.cwd, spec.sys_path)
             cwd, sys_path = working_folder(), import_paths()
-            call = receive_call(launch.call, self._store, self._kept)
+            call = wire.receive_call(launch.call, self._store, self._kept)
         return replace(
             spec,
             environment={**spec.environment, **here},
@@ -464,7 +441,7 @@ class NodeAgent:
             if hosted.pid is not None:
                 peaks = memory.detach()
                 if peaks is not None:
-                    known = PeaksKnown(hosted.pid, *peaks)
+                    known = wire.PeaksKnown(hosted.pid, *peaks)
                     hosted.order.take(partial(self._tell, child, known))
             broker.end(ticket)
             self._forget(child)
@@ -473,17 +450,17 @@ class NodeAgent:
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
         """Make a value available to the flow, on a thread of its own."""
         try:
-            result: SentResult | SharedResult | None
-            result = share_result(arrived.data) if self._shares else None
+            result: wire.SentResult | wire.SharedResult | None
+            result = wire.share_result(arrived.data) if self._shares else None
             if result is not None:
                 self._shared[child] = arrived.data
             else:
-                result = send_result(arrived.data, None if self._inline else self._store)
+                result = wire.send_result(arrived.data, None if self._inline else self._store)
         except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
             why = f"its value could not be sent from node {self._name}: {error}"
-            self._tell(child, ChildExited(LOST_CODE, "", killed_because=why))
+            self._tell(child, ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
-            self._tell(child, ResultArrived(result))
+            self._tell(child, wire.ResultArrived(result))
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:

@@ -19,7 +19,7 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
+from prefect_gpu.scheduling.model import Device, DeviceKind, Reading, Request
 from prefect_gpu.values.transport import (
     VALUE,
     Frame,
@@ -208,13 +208,8 @@ class News:
     now_s: float
     #: Messages by child, in order.
     heard: tuple[tuple[str, Any], ...] = ()
-    #: The newest reading; `None`: there is no new one.
-    snapshots: tuple[DeviceSnapshot, ...] | None = None
-    host_available_bytes: int = 0
-    #: Why the devices could not be read; empty: they could.
-    error: str = ""
-    #: Monotonic seconds of the node's clock when the devices were read.
-    read_s: float = 0.0
+    #: The newest reading, with times of the node's clock; `None`: there is no new one.
+    reading: Reading | None = None
     #: Bytes that processes have allocated on simulated devices, by process id.
     live_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Requests of other flows that hold devices here, with times of the node's clock; `None`: unchanged.

@@ -232,7 +232,7 @@ def test_a_result_whose_agent_is_gone_is_lost_with_that_reason(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = SharedResult(b"", (OpenFile(FIRST_PID, 3),))
-    monkeypatch.setattr(node_agent, "share_result", lambda value: gone)
+    monkeypatch.setattr(node_agent.wire, "share_result", lambda value: gone)
     lost = return_large(scene)
     assert isinstance(lost, ChildExited)
     assert "lost on the way" in lost.killed_because and str(FIRST_PID) in lost.killed_because

@@ -136,7 +136,7 @@ def test_news_of_an_agent_that_is_gone_are_ignored() -> None:
     nodes.take("a", news_of(old, ("one", EXITED)))
     nodes.take("b", news_of(old, ("one", EXITED)))
     assert heard.nothing
-    assert not nodes.all()[0].snapshots
+    assert not nodes.all()[0].reading.snapshots
 
 
 def test_a_node_that_is_gone_starts_nothing() -> None:
@@ -289,7 +289,7 @@ def test_ready_standbys_of_a_node_are_those_that_it_has_last_named() -> None:
 def test_what_ails_a_node_is_said_of_its_devices() -> None:
     nodes, (a,) = make_nodes("a")
     reader = ClusterReader(nodes, "simulated")
-    nodes.take("a", news_of(a, snapshots=(), error="NVML does not answer"))
+    nodes.take("a", reading_of(a, error="NVML does not answer"))
     assert [snapshot.error for snapshot in reader.read(())] == ["NVML does not answer"]
     nodes.take("a", reading_of(a))
     assert [snapshot.error for snapshot in reader.read(())] == [""]

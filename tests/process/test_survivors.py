@@ -211,7 +211,6 @@ def guardian_of(rig: Rig) -> psutil.Process:
 def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guardian, "_LIVED_S", 0.0)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     first = guardian_of(rig)

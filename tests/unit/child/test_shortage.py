@@ -51,6 +51,9 @@ def test_an_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
     outer = ValueError("step failed")
     outer.__cause__ = RuntimeError("CUDA out of memory: trying to allocate 7 bytes")
     assert find(outer) == OutOfMemory("torch", wanted_bytes=7)
+    group = ValueError("unhandled errors in a TaskGroup")
+    group.exceptions = (KeyError("a"), RuntimeError("CUDA out of memory"))  # type: ignore[attr-defined]
+    assert find(group) == OutOfMemory("torch")
     assert find(ValueError("other")) is None
     assert find(RuntimeError("OOM when allocating tensor")) is None, "of another framework"
 
@@ -238,9 +241,3 @@ def test_pytorchs_text_without_a_cap_does_not_say_what_refused() -> None:
 )
 def test_texts_of_other_frameworks_are_read(text: str, expected: OutOfMemory) -> None:
     assert parse_refusal("cupy", text) == (expected, None)
-
-
-def test_an_out_of_memory_is_found_in_the_members_of_a_group() -> None:
-    group = ValueError("unhandled errors in a TaskGroup")
-    group.exceptions = (KeyError("a"), RuntimeError("CUDA out of memory"))  # type: ignore[attr-defined]
-    assert find(group) == OutOfMemory("torch")

@@ -23,12 +23,7 @@ from prefect_gpu.cluster.wire import (
     send_result,
 )
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildRefused,
-    ChildStarted,
-    ValueArrived,
-)
+from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import (
@@ -117,20 +112,15 @@ def test_a_process_that_was_lost_before_it_was_heard_is_refused_and_not_placed_a
     assert heard.nothing
 
 
-def test_an_agent_that_was_started_again_ends_the_processes_of_the_one_before() -> None:
-    nodes, (a,) = make_nodes("a")
+def test_an_agent_that_was_started_again_ends_the_processes_of_the_old_one_and_its_news() -> None:
+    nodes, (old,) = make_nodes("a")
     heard = start(nodes, "a", "one")
-    nodes.take("a", news_of(a, ("one", STARTED)))
+    nodes.take("a", news_of(old, ("one", STARTED)))
     again = make_node("a", agent="second agent of a")
     nodes.join(again)
     assert heard.next() == STARTED
     assert "started again" in heard.next().killed_because
     assert nodes.all() == (again,)
-
-
-def test_news_of_an_agent_that_is_gone_are_ignored() -> None:
-    nodes, (old,) = make_nodes("a")
-    nodes.join(make_node("a", agent="second agent of a"))
     heard = start(nodes, "a", "one")
     nodes.take("a", reading_of(old))
     nodes.take("a", news_of(old, ("one", EXITED)))
@@ -278,10 +268,8 @@ def test_ready_standbys_of_a_node_are_those_that_it_has_last_named() -> None:
     reader = ClusterReader(nodes, "simulated")
     nodes.take("a", reading_of(a, standbys={"kind": 2}))
     nodes.take("a", reading_of(a))
-    assert {name: node.standbys for name, node in reader.nodes().items()} == {
-        "a": {"kind": 2},
-        "b": {},
-    }
+    found = {name: node.standbys for name, node in reader.nodes().items()}
+    assert found == {"a": {"kind": 2}, "b": {}}
     nodes.take("a", reading_of(a, standbys={}))
     assert reader.nodes()["a"].standbys == {}
 
@@ -339,9 +327,6 @@ def test_what_real_devices_hold_is_measured() -> None:
     _, (a,) = make_nodes("a")
     memory = NodeMemory("nvml", a, [2 * GIB])
     assert memory.context_bytes is None and memory.cap_bytes is None
-
-
-# The end of those that were refused.
 
 
 def test_a_refused_process_ends_with_that() -> None:

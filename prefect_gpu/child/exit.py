@@ -59,7 +59,7 @@ def finalise_users_modules() -> None:
     gc.collect()
     # Modules are cleared in the end, as in a script.
     sys.modules.update({name: module for name, find in held.items() if (module := find())})
-    # Objects that were collected may have written to files.
+    # Finalisers may have written to files.
     _write(file for find in files if (file := find()))
     gc.freeze()
 

@@ -126,7 +126,6 @@ class _StandIn(logging.Handler):
         self.logger = logger
         #: Handlers that existed before Prefect's.
         self.others: list[logging.Handler] = []
-        #: Prefect's handlers are installed.
         self.is_relieved = False
         logger.addHandler(self)
 

@@ -190,7 +190,6 @@ class _SharedVariable:
         self._variable.reset(token)
 
 
-#: Stands for no value.
 _NOTHING = object()
 
 

@@ -131,12 +131,10 @@ def end_with_parent(control: socket.socket, on: bool) -> None:
         return
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
+    with contextlib.suppress(BlockingIOError):
         # A socket that was closed before sends no signal.
         if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             os._exit(0)
-    except BlockingIOError:
-        return
 
 
 def find_problem() -> str:

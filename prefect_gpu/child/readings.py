@@ -36,7 +36,6 @@ class Readings:
         own: OwnMemory | None = None,
         contexts: PrimaryContexts | None = None,
     ) -> None:
-        #: UUIDs in the task's order.
         self.device_uuids = policy.device_uuids
         self._adapters = adapters
         self._snapshot_path = policy.snapshot_path

@@ -8,6 +8,7 @@ those of the CPU. `measurements` limits the number of kept marks.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -59,7 +60,6 @@ class StepBook:
     """
 
     def __init__(self) -> None:
-        #: Number of steps that have ended.
         self.count = 0
         self._first_live: int | None = None
         #: Peak bytes in the open step.
@@ -69,7 +69,6 @@ class StepBook:
         self._steady_live: int | None = None
         #: Second largest peak of the steady steps that have ended; `None`: fewer than two steps.
         self._second_live: int | None = None
-        #: Number of steady steps that have ended.
         self._steady = 0
         self._last_retries = 0
         #: Allocation retries after the first step.
@@ -116,7 +115,7 @@ class StepBook:
             self._ends.clear()
         else:
             self._steady += 1
-            if self._is_open_read:
+            if self._is_open_read and self._open_live is not None:
                 self._add_peak(self._open_live)
             if live_bytes is not None:
                 self._ends.append((self._steady, live_bytes))
@@ -127,9 +126,7 @@ class StepBook:
         # The memory at the end of a step is the memory at the beginning of the next.
         self._open_live, self._is_open_read, self.released_cache = live_bytes, False, False
 
-    def _add_peak(self, live_bytes: int | None) -> None:
-        if live_bytes is None:
-            return
+    def _add_peak(self, live_bytes: int) -> None:
         if self._steady_live is None or live_bytes >= self._steady_live:
             self._second_live, self._steady_live = self._steady_live, live_bytes
         else:
@@ -205,7 +202,6 @@ class Recorder:
         #: The frameworks' own peaks at the last reading.
         self._peak_live_bytes = 0
         self._peak_reserved_bytes = 0
-        #: Whether the body calls `step`.
         self._has_steps = False
         self._names: set[str] = set()
         #: Without `step`: name that begins a step; `None`: unknown.
@@ -216,17 +212,12 @@ class Recorder:
         self._in_full = True
         self._marked = 0
         self._spent_s = 0.0
-        #: Trace of the open step; `None`: not traced.
         self._trace: EndTrace | None = None
-        #: The body has ended.
         self._over = False
-        #: Metrics that the body has reported with `report_metric`.
         self.metrics: dict[str, float] = {}
         #: Times of the next full reading of a step, and of the next sample at the end of a step.
         self._due_s = 0.0
         self._sample_due_s = 0.0
-
-    # Calls of the body.
 
     def begin_phase(self, name: str) -> Span:
         """Begin a phase; pass the returned value to `end_phase`."""
@@ -267,8 +258,6 @@ class Recorder:
             self._has_steps = True
             self._end_step(self._clock.now())
 
-    # Calls of the child.
-
     @property
     def step_count(self) -> int:
         """Number of steps that have ended."""
@@ -306,7 +295,7 @@ class Recorder:
             return counters
 
     def release_unused(self) -> None:
-        """Return unused device memory of the frameworks to the driver, without the lock: this may wait for the device."""
+        """Return unused device memory of the frameworks to the driver, without the lock: the device may be busy."""
         self._source.release_unused()
 
     def stop(self) -> None:
@@ -334,8 +323,6 @@ class Recorder:
         # The lock's holder may not exist here.
         self._lock = threading.RLock()
         self._trace = None
-
-    # Detection of steps.
 
     def _take_name(self, name: str, at_s: float) -> bool:
         """Begin a step if a name begins one; return whether the name is new."""
@@ -368,8 +355,6 @@ class Recorder:
         # Not the first step, for which the framework's own peak counts.
         if self._in_full and not self._over:
             self._trace = self._timed(self._source.begin_trace)
-
-    # Readings.
 
     def _is_wanted(self, is_new: bool) -> bool:
         """Return whether to measure a phase or mark, and count it."""
@@ -478,10 +463,9 @@ class LiveSampler:
 
     def _run(self) -> None:
         try:
-            self._take_samples()
-        except OSError:
-            # The parent is gone, or the body closed the channel.
-            return
+            # `OSError`: the parent is gone, or the body closed the channel.
+            with contextlib.suppress(OSError):
+                self._take_samples()
         except Exception as error:
             _report_end(error)
 

@@ -38,7 +38,6 @@ class _Origin:
     files: frozenset[tuple[str, str]]
 
 
-#: Set by `warm_up`.
 _origin: _Origin
 
 

@@ -95,7 +95,6 @@ class NodeStandbys:
     def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
         self._pool = pool
         self._fresh = fresh
-        #: Most standbys on the node.
         self.most = 0
         self._lock = threading.Lock()
         #: Announcements of the expected tasks, by the flow's kind.

@@ -21,7 +21,6 @@ from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Request
 
-#: Seconds to wait for a node's first reading.
 READING_S = 5.0
 
 
@@ -97,7 +96,6 @@ class FlowCluster:
         self._cluster.open()
         nodes = self._cluster.nodes
         known = nodes.all()
-        #: Places tasks on the devices of all nodes.
         self.broker = Broker(
             ClusterReader(nodes, known[0].facts.kind),
             Ledger(lambda: ClusterStore(nodes)),
@@ -113,7 +111,6 @@ class FlowCluster:
         self._max_tasks = settings.max_tasks_per_device or sys.maxsize
         self._cluster.watch(self.broker.give_up)
         self._cluster.wanted_gpus = self._wanted_gpus
-        #: Starts processes on the nodes of their placements.
         self.launcher = ClusterLauncher(nodes)
 
     def _wanted_gpus(self) -> list[int]:

@@ -61,7 +61,6 @@ class Node:
     facts: wire.NodeFacts
     #: The flow runs on this node, so values of its tasks do not travel.
     near: bool = False
-    #: Last reading of its devices.
     reading: Reading = field(default_factory=lambda: Reading(0.0, (), 0))
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)

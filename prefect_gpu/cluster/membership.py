@@ -120,14 +120,12 @@ class _Member:
     """One node of the cluster, as Ray knows it: the `Agent` of a `Node`."""
 
     name: str
-    #: Ray's handle of the agent's actor.
     actor: Any
     #: Ray's reference of the awaited answer (facts, then news); `None`: no answer is awaited.
     waits_for: Any
     facts: NodeFacts | None = None
     #: The flow runs on this node.
     near: bool = False
-    #: Number of the last news.
     seen: int = 0
     #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
     asks_s: float | None = None
@@ -161,10 +159,8 @@ class Cluster:
         #: Ray's id of the flow's node; `None`: the flow is a client outside the cluster.
         self._own_id: str | None = None
         self.nodes = Nodes(RayStore())
-        #: Expected tasks, for the nodes' standbys.
         self.expected = ExpectedTasks()
         self._expected_s = float("-inf")
-        #: Nodes by Ray's id.
         self._members: dict[str, _Member] = {}
         #: Reasons of the nodes that are set aside, by name.
         self.aside: dict[str, str] = {}
@@ -255,8 +251,6 @@ class Cluster:
             # Ray's shutdown would wait for the head until Ray ends the process, here and at the interpreter's exit.
             atexit.unregister(self._ray.shutdown)
             start_thread(self._ray.shutdown, "prefect-gpu-cluster-end").join(DISCONNECT_S)
-
-    # The thread.
 
     def _run(self) -> None:
         while not self._closing.is_set():

@@ -336,8 +336,6 @@ class NodeAgent:
         for each in hosted:
             each.kill()
 
-    # One launch.
-
     def _take_launch(self, child: str, launch: wire.Launch) -> None:
         hosted = _Hosted(launch)
         with self._changed:

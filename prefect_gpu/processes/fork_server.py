@@ -44,7 +44,6 @@ from prefect_gpu.processes.standby_kind import Kind
 
 logger = logging.getLogger(__name__)
 
-#: Script that a fork server's interpreter runs.
 PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
 
 #: Seconds that a server may take to fork, and to report an end; more is a hang.
@@ -74,7 +73,6 @@ _ALWAYS = (
 #: (tests/process/test_fork_server.py).
 TESTED = ("prefect", "numpy", "torch")
 
-#: Reasons for which other libraries are refused.
 REFUSED = {
     "tensorflow": "it starts threads as it is imported, which a fork does not have",
     "jax": "it starts threads as it is first used, and says itself that a fork of it may hang",
@@ -111,12 +109,10 @@ class ForkServer:
         self.problem = ""
         #: Modules whose import failed, and why; forks try again.
         self.failed: Mapping[str, str] = {}
-        #: The server has forked at least once.
         self.served = False
         #: The imports did not end, and would not end in another server.
         self.hung = False
         self._lock = threading.Lock()
-        #: The server has reported that it can be forked.
         self._ready = False
         # Keeps message boundaries. When the last copy of this end closes, the server ends.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,20 +133,20 @@ class ForkServer:
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until the server has imported its modules; return why it cannot fork, or an empty text."""
         with self._lock:
-            if not self._ready and not self.problem:
-                try:
-                    self._wait_for_answer(self._control, timeout_s)
-                    told = json.loads(self._control.recv(1 << 16))
-                except TimeoutError:
-                    self.hung = True
-                    self._give_up(f"it has imported for more than {timeout_s:g} s")
-                except (OSError, ValueError):
-                    self._give_up("its process ended as it imported")
-                else:
-                    self.failed, self.problem = told["failed"], told["problem"]
-                    for name, reason in self.failed.items():
-                        logger.debug("the fork server could not import %s: %s", name, reason)
-                    self._ready = True
+            if self._ready or self.problem:
+                return self.problem
+            try:
+                self._wait_for_answer(self._control, timeout_s)
+                told = json.loads(self._control.recv(1 << 16))
+            except TimeoutError:
+                self.hung = True
+                self._give_up(f"it has imported for more than {timeout_s:g} s")
+            except (OSError, ValueError):
+                self._give_up("its process ended as it imported")
+            else:
+                self.failed, self.problem, self._ready = told["failed"], told["problem"], True
+                for name, reason in self.failed.items():
+                    logger.debug("the fork server could not import %s: %s", name, reason)
             return self.problem
 
     def fork(self, request: SpawnRequest) -> ForkedProcess:
@@ -211,7 +207,7 @@ class ForkServer:
             with self._lock:
                 self._give_up(f"it did not report an end within {ANSWER_S:g} s")
         except (OSError, ValueError):
-            logger.debug("a fork server is gone before it reported an end")
+            logger.debug("a fork server ended before its fork")
         return UNKNOWN_CODE
 
     def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
@@ -319,7 +315,6 @@ class ForkServerPool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        #: Runners that may want forks.
         self._owners: set[object] = set()
         self._servers: dict[Kind, ForkServer] = {}
         #: Servers that failed before their first fork.
@@ -342,7 +337,6 @@ class ForkServerPool:
 
     def announce(self, kind: Kind) -> ForkLauncher:
         """Start the server of a task's kind, if there is none; return the launcher of the task."""
-        # Each server imports Prefect.
         kind = replace(kind, always=tuple(m for m in kind.always if m not in _ALWAYS), users=())
         self.server(kind)
         return ForkLauncher(self, self._launcher, kind)

@@ -85,8 +85,12 @@ def _belongs(pid: int, children: Mapping[int, str], tokens: set[bytes]) -> bool:
 
 def kill_group(pid: int) -> None:
     """Kill the process group that `pid` leads, if it still exists."""
+    _kill(os.killpg, pid)
+
+
+def _kill(function: Callable[[int, int], None], pid: int) -> None:
     try:
-        os.killpg(pid, signal.SIGKILL)
+        function(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
 
@@ -100,10 +104,7 @@ def kill_strays(children: Mapping[int, str]) -> None:
         if not found:
             return
         for pid in found:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+            _kill(os.kill, pid)
         killed |= found
 
 
@@ -241,18 +242,15 @@ class Guardian:
         except (OSError, ValueError):
             taken = 0
         if not taken:
-            # The guardian was killed or stopped.
             self._replace_later()
 
     def close(self) -> None:
         """End the guardian, but no child. Another guardian may be started afterwards."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
-            try:
+            # A guardian that ended before its first line is not registered.
+            if process.stdin in self._selector.get_map():
                 self._selector.unregister(process.stdin)
-            except KeyError:
-                # The guardian ended before its first line.
-                pass
             # A guardian that is only stopped would see its pipe close once it continues, and kill living children.
             process.kill()
             process.wait()

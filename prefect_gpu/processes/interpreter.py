@@ -24,7 +24,6 @@ from typing import IO, Any, Protocol, cast
 
 from prefect_gpu.frameworks.hooks import AfterImport
 
-#: Script that a child's interpreter runs.
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
 
@@ -34,9 +33,7 @@ class SpawnRequest:
 
     #: Shown by `ps` after the interpreter and the script; not for a fork.
     title: str
-    #: Descriptor of the child's end of its channel.
     channel: int
-    #: The whole environment of the process.
     environment: Mapping[str, str]
     #: Folder to start in; empty: the parent's.
     cwd: str
@@ -147,7 +144,6 @@ class InterpreterState:
     authkey: bytes = field(repr=False)
     #: Name of the process in `multiprocessing` and log records.
     process_name: str
-    #: Start method of `multiprocessing`; `None`: none was set.
     start_method: str | None
     #: Values of limits, by the ends of names in `_LIMITS`.
     limits: Mapping[str, float]
@@ -155,7 +151,6 @@ class InterpreterState:
     filters: tuple[WarningFilter, ...]
     #: Loggers with a level, or with `propagate` or `disabled` changed.
     loggers: tuple[LoggerState, ...]
-    #: Level that `logging.disable` has set.
     disabled_level: int
     #: The process and its children ignore SIGINT, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False

@@ -25,7 +25,6 @@ class LaunchSpec:
     #: Variables to set in the child's environment, or to remove (`None`).
     environment: Mapping[str, str | None]
     prepare: Prepare
-    #: The pickled `messages.Call`.
     call: PackedValue
     #: The parent's working folder, arguments and paths.
     cwd: str = ""
@@ -49,7 +48,6 @@ class WarmSpec:
 
     #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
     modules: tuple[str, ...]
-    #: The whole environment of the process.
     environment: Mapping[str, str]
     cwd: str = ""
     argv: tuple[str, ...] = ()
@@ -84,7 +82,6 @@ class ChildExited:
 
     #: Exit code; negative: the number of the signal that ended it.
     code: int
-    #: End of its standard error.
     stderr_tail: str
     #: The stream of messages ended inside a message.
     truncated: bool = False

@@ -53,7 +53,6 @@ from prefect_gpu.values.transport import Frame, FrameReader, MemoryFile
 #: Seconds that a child may take to end once its value has arrived. Chosen, not measured: libraries shut down meanwhile.
 EXIT_GRACE_S = 5.0
 
-#: Seconds that a child may live after it has closed its channel without a value.
 SILENT_GRACE_S = 1.0
 
 #: Seconds between two checks for ended children where the system has no `pidfd_open` (macOS).
@@ -147,6 +146,10 @@ class LaunchedChild:
                     # A process that was started in spite of the error sees its channel close, and ends.
                     self.channel.close()
 
+    def kill_in(self, seconds: float, why: str) -> None:
+        """Set the deadline."""
+        self.deadline, self.deadline_reason = time.monotonic() + seconds, why
+
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
         """Add bytes to send, and memory files that go with the first piece."""
         for piece in pieces:
@@ -173,7 +176,6 @@ class GivenTask:
     #: A fresh process is started from it if the standby ends early.
     spec: LaunchSpec
     listener: Listener
-    #: Handle of the task.
     handle: Handle
     #: The standby's listener: called when the standby has accepted the task, or has ended before.
     standby_listener: Listener
@@ -199,7 +201,6 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        #: Resources that the thread waits on.
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
         #: Tokens of further processes that the guardian kills, by process id.
@@ -235,7 +236,15 @@ class ProcessLauncher:
 
     def guard(self, pid: int, token: str) -> None:
         """Have the guardian kill a process with the children, from the first child on; an empty token removes it."""
-        self.call(lambda: self._guard(pid, token))
+
+        def register() -> None:
+            if token:
+                self._guarded[pid] = token
+                self._guardian.tell(f"+{pid} {token}")
+            elif self._guarded.pop(pid, None):
+                self._guardian.tell(f"-{pid}")
+
+        self.call(register)
 
     def call(self, command: Callable[[], None]) -> None:
         """Call a function on the launcher's thread, soon."""
@@ -243,13 +252,10 @@ class ProcessLauncher:
         self._wake()
 
     def _wake(self) -> None:
-        if self._thread is None:
-            return
-        try:
-            self._wake_in.send(b"!")
-        except OSError:
+        if self._thread is not None:
             # Full: the thread is about to wake anyway. Closed: the thread has ended.
-            return
+            with contextlib.suppress(OSError):
+                self._wake_in.send(b"!")
 
     def _open(self) -> None:
         """Open the resources that the thread waits on; a launcher without children holds no descriptor."""
@@ -346,11 +352,9 @@ class ProcessLauncher:
         return max(0.0, min(waits)) if waits else None
 
     def _drain_wakes(self, mask: int) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
-        except BlockingIOError:
-            return
 
     def _check_children(self) -> None:
         """Handle deadlines, held back output and ends, which no event of a descriptor announces."""
@@ -366,16 +370,9 @@ class ProcessLauncher:
             if child.deadline is not None and now >= child.deadline:
                 child.deadline = None
                 self.kill_child(child, child.deadline_reason)
-            if child.pidfd is None and child.process is not None:
-                if child.process.poll() is not None:
-                    self._finish(child)
-
-    def _guard(self, pid: int, token: str) -> None:
-        if token:
-            self._guarded[pid] = token
-            self._guardian.tell(f"+{pid} {token}")
-        elif self._guarded.pop(pid, None):
-            self._guardian.tell(f"-{pid}")
+            process = child.process
+            if child.pidfd is None and process is not None and process.poll() is not None:
+                self._finish(child)
 
     # Starting a child, or giving a task to a standby.
 
@@ -426,15 +423,13 @@ class ProcessLauncher:
         """Undo the start of a child that failed half way."""
         self._close_pidfd(child)
         self._close_channel(child)
-        process = child.process
-        if process is not None:
-            guardian.kill_group(process.pid)
-            process.wait()
-            self._guardian.tell(f"-{process.pid}")
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    unwatch(self._selector, stream)
-                    stream.close()
+        if child.process is not None:
+            guardian.kill_group(child.process.pid)
+            child.process.wait()
+            self._guardian.tell(f"-{child.process.pid}")
+            for stream in filter(None, (child.process.stdout, child.process.stderr)):
+                unwatch(self._selector, stream)
+                stream.close()
 
     def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
         """See `Handle.give`. The launcher's thread only."""
@@ -446,7 +441,7 @@ class ProcessLauncher:
         try:
             prepare = messages.encode(replace(spec.prepare, late=late))
         except Exception:
-            # A part of the message cannot be pickled; the fresh process is refused with the same error.
+            # It cannot be pickled; the fresh process is refused with the same error.
             self.kill_child(child)
             self._start_over(task)
             return
@@ -461,8 +456,6 @@ class ProcessLauncher:
         child = LaunchedChild(task.spec, task.listener)
         task.handle.child = child
         self._launch(child)
-
-    # The channel.
 
     def _watch_channel(self, child: LaunchedChild) -> None:
         if child.channel is None:
@@ -498,7 +491,6 @@ class ProcessLauncher:
                 else:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
-            # The rest is sent when the socket has room again.
             pass
         except ProtocolError as error:
             self._refuse(child, error, "it could not be sent its call")
@@ -524,8 +516,8 @@ class ProcessLauncher:
             except (EOFError, OSError):
                 self._close_channel(child)
                 if not child.value_arrived and child.deadline is None:
-                    child.deadline = time.monotonic() + self._silent_grace_s
-                    child.deadline_reason = "it closed its channel to the parent and lived on"
+                    why = "it closed its channel to the parent and lived on"
+                    child.kill_in(self._silent_grace_s, why)
         return child.channel is not None
 
     def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
@@ -547,8 +539,8 @@ class ProcessLauncher:
             # Unpacked at once, so that the value's files are closed in any case.
             value = transport.unpack(frame)
             child.value_arrived = True
-            child.deadline = time.monotonic() + self._exit_grace_s
-            child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
+            grace_s = self._exit_grace_s
+            child.kill_in(grace_s, f"it had not ended {grace_s:g} s after its value")
             tell(child.listener, ValueArrived(value))
             return
         message = messages.decode(frame.body)
@@ -561,7 +553,6 @@ class ProcessLauncher:
         if not isinstance(message, Accepted):
             tell(child.listener, message)
 
-    # The end of a child.
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
         """Kill a child and all its processes. For the launcher's thread only.
 

@@ -60,9 +60,6 @@ class Message:
     __slots__ = ()
 
 
-# Parent to child.
-
-
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
     """First message: the state that must exist before any of the user's modules is imported."""
@@ -157,9 +154,6 @@ class ReleaseUnused(Message):
 
     #: Latest begin, in monotonic seconds, which all processes of a machine share.
     until_s: float
-
-
-# Child to parent.
 
 
 @dataclass(frozen=True, slots=True)

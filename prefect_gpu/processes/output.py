@@ -9,6 +9,7 @@ good. The end of standard error is kept for error messages about a death.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import logging
 import os
@@ -123,16 +124,14 @@ class OutputForwarder:
     def _write(stream: StreamName, text: str) -> None:
         # Looked up at every write: pytest and notebooks replace the streams while tasks run.
         target = sys.stdout if stream == "stdout" else sys.stderr
-        try:
+        # A closed or broken stream of the parent must not fail a task.
+        with contextlib.suppress(Exception):
             try:
                 target.write(text)
             except UnicodeEncodeError as error:
                 # The encoding of the parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
                 target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
-        except Exception:
-            # A closed or broken stream of the parent must not fail a task.
-            return
 
 
 class ChildOutput:
@@ -182,15 +181,12 @@ class ChildOutput:
 
     def _watch(self) -> None:
         for name, stream in self._streams.items():
-            ready = functools.partial(self._ready, name)
-            self._selector.register(stream, selectors.EVENT_READ, ready)
+            read = functools.partial(self._read, name)
+            self._selector.register(stream, selectors.EVENT_READ, lambda mask, read=read: read())
 
     def _unwatch(self) -> None:
         for stream in self._streams.values():
             unwatch(self._selector, stream)
-
-    def _ready(self, name: StreamName, mask: int) -> None:
-        self._read(name)
 
     def _read(self, name: StreamName, last: bool = False) -> bool:
         """Read one piece of output; `False`: nothing more can come now."""
@@ -222,7 +218,5 @@ class ChildOutput:
 
 def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
     """Unregister a file or descriptor, if it is registered and open."""
-    try:
+    with contextlib.suppress(KeyError, ValueError):
         selector.unregister(file)
-    except (KeyError, ValueError):
-        return

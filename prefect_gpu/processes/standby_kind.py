@@ -49,9 +49,6 @@ FORGET_S = 600.0
 Changes = dict[str, str | None]
 
 
-# Kinds of standbys.
-
-
 @dataclass(frozen=True)
 class Kind:
     """The imports of a standby, and the environment in which it imports."""
@@ -250,9 +247,6 @@ class Standby:
             registry.ADAPTERS.values(),
             cpus_stated=kind.cpus_stated or self.kind.cpus_stated,
         )
-
-
-# Choice of a standby for a task.
 
 
 def choose_standby(

@@ -283,8 +283,6 @@ class StandbyPool:
     def _record(self, kind: Kind) -> KindRecord:
         return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
 
-    # The pool's thread.
-
     def _run(self) -> None:
         while True:
             with self._changed:

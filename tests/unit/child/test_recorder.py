@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import pytest
 
@@ -23,11 +23,8 @@ class Rig:
         self.recorder = Recorder(self.source, self.clock)  # type: ignore[arg-type]
         self.recorder.begin()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._phase(name)
-
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         phase = self.recorder.begin_phase(name)
         yield
         self.recorder.end_phase(phase)

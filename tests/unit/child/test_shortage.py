@@ -82,8 +82,7 @@ def test_no_batch_size_is_an_out_of_memory_if_the_allocator_was_refused_memory(
     counters: Counters | None, counts: bool
 ) -> None:
     error = RuntimeError("No executable batch size found, reached zero.")
-    readings: Any = FakeReadings(counters=counters)
-    assert (find_shortage(error, ("torch",), readings) is not None) == counts
+    assert (find(error, counters=counters) is not None) == counts
 
 
 def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:
@@ -150,9 +149,8 @@ def test_the_device_that_the_error_names_is_reported() -> None:
         "of which 1.50 GiB is free. Of the allocated memory 3.00 GiB is allocated by PyTorch, and "
         "512.00 MiB is reserved by PyTorch but unallocated."
     )
-    found = find(
-        error, OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), counters=Counters(5, 9, 5, 9)
-    )
+    uses = OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2)
+    found = find(error, *uses, counters=Counters(5, 9, 5, 9))
     assert found == OutOfMemory("torch", 2 * GIB, 3 * GIB + 512 * MIB, 11, 7, "GPU-a")
     without_driver = find(error, OwnUse("GPU-a"))
     assert without_driver is not None

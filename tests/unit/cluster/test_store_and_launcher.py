@@ -200,12 +200,9 @@ def test_a_launch_names_exactly_what_was_reserved() -> None:
     assert not agent_of(a).commands
     (command,) = agent_of(b).of(Launch)
     request = command.request
-    assert request.devices == (device.uuid,)
-    assert request.count == 1
-    assert request.need_bytes(device) == int(2.5 * GIB)
-    assert not request.exclusive
-    assert request.host_bytes == 77
-    assert request.task_name == "train"
+    assert (request.devices, request.count) == ((device.uuid,), 1)
+    assert request.need_bytes(device) == int(2.5 * GIB) and not request.exclusive
+    assert (request.host_bytes, request.task_name) == (77, "train")
     assert command.budget_bytes == placement.budget_bytes
     assert command.spec.placement == placement
     # The call travels beside it.

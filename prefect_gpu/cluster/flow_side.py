@@ -119,7 +119,7 @@ class Nodes:
             return
         self.on_others(name, {})
         for each in lost.values():
-            each.lose(why)
+            each.order.take(partial(each.lose, why))
 
     def start(self, name: str, launch: wire.Launch, listener: Listener) -> Node:
         """Start a process on a node; raise `NodeRefusedError` if the node is gone."""
@@ -166,14 +166,13 @@ class Nodes:
             return
         if isinstance(message, wire.PeaksKnown):
             node.peaks[message.pid] = message.live_bytes, message.devices
-        elif isinstance(message, wire.ResultArrived):
+        elif isinstance(message, (wire.SentResult, wire.SharedResult)):
             known.order.take(partial(self._fetch, child, known, message), slow=True)
         else:
-            known.take(message)
+            known.order.take(partial(known.pass_on, message))
 
-    def _fetch(self, name: str, child: _Child, arrived: wire.ResultArrived) -> None:
+    def _fetch(self, name: str, child: _Child, result: wire.SentResult | wire.SharedResult) -> None:
         """Get a child's value, on a thread of its own."""
-        result = arrived.result
         try:
             if isinstance(result, wire.SharedResult):
                 value = wire.open_shared(result)
@@ -201,15 +200,8 @@ class _Child:
     began: bool = False
     ended: bool = False
 
-    def take(self, message: Any) -> None:
-        """Pass a message on, after all earlier messages."""
-        self.order.take(partial(self.pass_on, message))
-
     def lose(self, why: str) -> None:
-        """End the process, whose node is gone, after all earlier messages."""
-        self.order.take(partial(self._lose, why))
-
-    def _lose(self, why: str) -> None:
+        """End the process, whose node is gone. Called in `order`."""
         if self.began:
             self.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:

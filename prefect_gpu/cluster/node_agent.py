@@ -458,7 +458,7 @@ class NodeAgent:
             why = f"its value could not be sent from node {self._name}: {error}"
             self._tell(child, ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
-            self._tell(child, wire.ResultArrived(result))
+            self._tell(child, result)
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:

@@ -64,7 +64,7 @@ class SentCall:
 
 @dataclass(frozen=True, slots=True)
 class SentResult:
-    """A value from a child: the pickle, and its buffers."""
+    """A value from a child, sent in place of `ValueArrived`: the pickle, and its buffers."""
 
     stream: Part = field(repr=False)
     buffers: tuple[Part, ...] = field(default=(), repr=False)
@@ -88,17 +88,10 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class SharedResult:
-    """A value in memory files that the agent has open until the flow says `Release`."""
+    """A value from a child, in memory files that the agent has open until the flow sends `Release`."""
 
     body: bytes = field(repr=False)
     files: tuple[OpenFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResultArrived:
-    """A `ValueArrived` on the way to the flow."""
-
-    result: SentResult | SharedResult
 
 
 @dataclass(frozen=True, slots=True)

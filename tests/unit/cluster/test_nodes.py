@@ -17,9 +17,9 @@ from prefect_gpu.cluster.wire import (
     Kill,
     Launch,
     PeaksKnown,
-    ResultArrived,
     Send,
     SentCall,
+    SentResult,
     send_result,
 )
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
@@ -53,9 +53,9 @@ def start(nodes: Nodes, name: str, child: str) -> Heard:
     return heard
 
 
-def value_of(nodes: Nodes, value: Any) -> ResultArrived:
+def value_of(nodes: Nodes, value: Any) -> SentResult:
     packed = values.dumps(value, "return value", "value")
-    return ResultArrived(send_result(packed.open(), nodes.store))
+    return send_result(packed.open(), nodes.store)
 
 
 # Processes.

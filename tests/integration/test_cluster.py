@@ -923,5 +923,5 @@ def test_a_node_is_set_aside(
     cluster, member = connected(monkeypatch)
     cluster._take_facts(member, facts(**changes))
     assert cluster.nodes.all() == ()
-    assert why in cluster._aside["n1"]
+    assert why in cluster.aside["n1"]
     assert member.waits_for is None

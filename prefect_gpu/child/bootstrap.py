@@ -7,7 +7,7 @@ Run by path, with the number of the channel's descriptor and a title for `ps`. A
 import os
 import sys
 
-# This file's folder, which Python adds for a file run by path, except with `-P` or `-I`. In processes that a body spawns,
+# This file's folder, which Python adds for a file run by path, except with `-P` or `-I`. In processes that a body starts,
 # `multiprocessing` imports this file as `__mp_main__`, and the first path is the body's own.
 if __name__ == "__main__" and sys.path[:1] in (
     [os.path.dirname(__file__)],
@@ -70,7 +70,7 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
     """
     os.setsid()
     with socket.socket(fileno=reply) as answer:
-        # A pidfd, since the server reaps this process; and now, since a kill of its session would have missed it before.
+        # A pidfd, since the server reaps this process; and only now, since a kill of its session missed it before.
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
         os.close(pidfd)

@@ -22,7 +22,7 @@ from prefect_gpu.frameworks import registry
 
 
 def run_exit_functions() -> None:
-    """Wait for threads that are no daemons, call the `atexit` functions, and print exceptions, as Python's own end does."""
+    """Wait for threads that are no daemons, and call the `atexit` functions, as Python does. Exceptions are printed."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
             step()
@@ -33,8 +33,8 @@ def run_exit_functions() -> None:
 def end_fork(code: int) -> NoReturn:
     """End a fork like a script, without finalising memory that the fork shares.
 
-    Clearing the modules of Prefect and PyTorch copies most of the server's pages: 0.8 s instead of 0.02 s (2 cores, Python
-    3.11). `__del__` of objects that live to the end and `atexit` functions of C libraries are not called.
+    Clearing the modules of Prefect and PyTorch copies most of the server's pages: 0.8 s instead of 0.02 s (Python 3.11).
+    `__del__` of objects that live to the end and `atexit` functions of C libraries are not called.
     """
     run_exit_functions()
     write_open_files()
@@ -44,10 +44,10 @@ def end_fork(code: int) -> NoReturn:
 
 
 def finalise_users_modules() -> None:
-    """Collect the user's modules and the task's objects, and freeze all other objects, so that Python's own end is short.
+    """Collect the user's modules and the task's objects, and freeze all others, so that Python's own end is short.
 
     `__del__` of these objects finds the globals of their modules, and libraries that work. A module that a library
-    refers to stays whole. Under `-X dev` nothing is frozen, since only the collector reports unclosed files of libraries.
+    refers to stays whole. Under `-X dev` nothing is frozen, since only the collector reports unclosed files.
     """
     if sys.flags.dev_mode:
         gc.unfreeze()

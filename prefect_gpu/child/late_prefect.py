@@ -28,7 +28,7 @@ _is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
 
 
 class LatePrefect:
-    """The first import of Prefect, on any thread: Prefect's logging is set up, and the task run entered if there is one.
+    """The first import of Prefect, on any thread: Prefect's logging is set up, and a task run is entered.
 
     Made before any of the user's modules, which may set logging up, is imported.
     """
@@ -119,7 +119,7 @@ class LatePrefect:
 
 
 class _StandIn(logging.Handler):
-    """Handler in place of Prefect's, whose first record imports Prefect. `logging.basicConfig` does nothing beside it."""
+    """Handler in place of Prefect's, whose first record imports Prefect. Beside it `logging.basicConfig` does nothing."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ from prefect_gpu.processes.messages import ContextChanges, EventEmitted, LogEmit
 
 
 class EventQueue:
-    """A queue that sends the events of Prefect's forwarding client to the parent. Hashable: `EventsWorker` needs that."""
+    """A queue that sends events of Prefect's client to the parent. `EventsWorker` needs it to be hashable."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -147,7 +147,7 @@ def _log_on_the_run() -> Iterator[None]:
 def share(run: Context, is_body: Callable[[], bool]) -> None:
     """Give Prefect's context variables the values of a run in the body's context and all its copies.
 
-    Values that are set in one thread or coroutine of the body, where Prefect may have been imported, do not show in others.
+    Values set in one thread or coroutine of the body, where Prefect may be imported, do not show in others.
     `is_body` returns whether the caller's context is the body's, or a copy of it.
     """
     module = vars(prefect_variables)

@@ -52,8 +52,8 @@ class StepBook:
     """Collects the facts about one body's steps. For one thread at a time.
 
     Steps are *steady* after the first step, in which frameworks try kernels and take more memory, and after the last
-    step in which the allocator had to release its cache. Of the open step, memory counts, but seconds do not. A step read
-    only at its ends shows no peak: on a busy machine samples come late.
+    step in which the allocator had to release its cache. Of the open step, memory counts, but seconds do not. A step
+    read only at its ends shows no peak: on a busy machine samples come late.
 
     If steady steps are not alike, inputs change size, and the memory of the first step counts: it may have had the
     largest input.

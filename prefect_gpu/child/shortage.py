@@ -84,7 +84,7 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
 def find_shortage(
     error: BaseException, frameworks: Collection[str], readings: Readings
 ) -> OutOfMemory | None:
-    """Return the out-of-memory in a body's exception or its causes, with the memory of the process; `None`: there is none.
+    """Return the out-of-memory in a body's exception or its causes, with the process's memory; `None`: none.
 
     Errors of `frameworks` count. The framework's snapshot is written if the policy names a file.
     """

@@ -152,7 +152,7 @@ def _is_library(entry: str) -> bool:
 
 
 def _follow_parent() -> None:
-    """Set the parent's umask and resource limits, as in a process started now; without `/proc` (macOS) nothing changes."""
+    """Set the parent's umask and resource limits, as in a process started now; not without `/proc` (macOS)."""
     parent = os.getppid()
     umask = read_status(parent, "Umask")
     if not umask:

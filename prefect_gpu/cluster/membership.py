@@ -1,7 +1,7 @@
 """Ray: the connection, the nodes, an agent on each node, and the object store.
 
-The only module that imports Ray. The thread `prefect-gpu-cluster` listens to all agents, and adds and removes nodes. The
-thread `prefect-gpu-cluster-head` asks the head for the nodes, since Ray blocks that call while the head does not answer.
+The only module that imports Ray. The thread `prefect-gpu-cluster` listens to all agents, and adds and removes nodes.
+The thread `prefect-gpu-cluster-head` asks the head for the nodes: Ray blocks that call while the head does not answer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ EXPECT_S = 0.25
 #: Seconds in which the address of a cluster must accept a connection.
 CONNECT_S = 10.0
 
-#: Attempts of a client to connect: Ray's process for it may die at its start, since the head forks it while other threads
-#: call gRPC (seen with Ray 2.60).
+#: Attempts of a client to connect: Ray's process for it may die at its start, since the head forks it while
+#: other threads call gRPC (seen with Ray 2.60).
 CLIENT_TRIES = 3
 
 #: Seconds until an agent that Ray is starting again is asked again.
@@ -102,8 +102,8 @@ def make_agent(settings: NodeSettings) -> NodeAgent:
 def visible_devices() -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` of this node; `None`: all of its devices.
 
-    Ray sets the variable for actors with GPUs. For others, that of the node's own Ray process counts: a machine may have
-    several, with different devices.
+    Ray sets the variable for actors with GPUs. For others, that of the node's own Ray process counts: a machine may
+    have several, with different devices.
     """
     given = import_ray().get_runtime_context().get_accelerator_ids().get("GPU", [])
     if given:

@@ -1,8 +1,8 @@
 """The values that travel between a flow and the node agents of a cluster.
 
 A flow sends commands, in order (`Command`). An agent answers each `listen` with `News`. Messages of a child are passed
-on unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results of a
-node on the flow's own machine are not copied: the flow opens the child's memory files.
+on unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results of
+a node on the flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class ForkServer:
         return UNKNOWN_CODE
 
     def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
-        """Wait for an answer, or raise `TimeoutError`. A stopped server, which would hold the launcher up, is killed."""
+        """Wait for an answer, or raise `TimeoutError`. A stopped server, which would block the launcher, is killed."""
         poll, deadline = select.poll(), time.monotonic() + timeout_s
         poll.register(answer, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:

@@ -138,7 +138,7 @@ _FIRST_FILTERS = tuple(warnings.filters)
 
 @dataclass(frozen=True, slots=True)
 class InterpreterState:
-    """State that a program sets in its interpreter after the start, for its tasks. Unpickling it imports no user code."""
+    """State that a program sets in its interpreter, for its tasks. Unpickling it imports no user code."""
 
     #: Key of `multiprocessing`: proxies of a `Manager` need it to open their connections.
     authkey: bytes = field(repr=False)

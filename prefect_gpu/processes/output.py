@@ -45,7 +45,7 @@ _LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output to `sys.stdout` and `sys.stderr` on its thread, and calls `on_progress` after each write."""
+    """Writes children's output to `sys.stdout` and `sys.stderr` on its thread, then calls `on_progress`."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         self._on_progress = on_progress

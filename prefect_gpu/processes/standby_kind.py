@@ -240,7 +240,7 @@ class Standby:
                 place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
-        """Return the changes that this standby needs for a task with this whole environment; `None`: it is unsuitable."""
+        """Return the changes that this standby needs for a task with this environment; `None`: it is unsuitable."""
         return late_changes(
             self.spec.environment,
             environment,

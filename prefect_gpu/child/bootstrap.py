@@ -1,15 +1,14 @@
 """First lines of a child: make the interpreter like the parent's, then call `child.main`.
 
-Run by path, with the number of the channel's descriptor and a title (for `ps`). A fork of the fork server begins with
-`main_of_fork`. Standard library only, and nothing of this package until `sys.path` is the parent's: the parent may
-have found `prefect_gpu` on a path that this interpreter would not search.
+Run by path, with the number of the channel's descriptor and a title for `ps`. A fork of the fork server begins with
+`main_of_fork`. Standard library only until `sys.path` is the parent's, which may have found `prefect_gpu` elsewhere.
 """
 
 import os
 import sys
 
-# This file's folder, which Python puts there for a file run by path, but not with `-P` or `-I`. In processes that a
-# body spawns, `multiprocessing` imports this file as `__mp_main__`, and the first path is the body's own.
+# This file's folder, which Python adds for a file run by path, except with `-P` or `-I`. In processes that a body starts,
+# `multiprocessing` imports this file as `__mp_main__`, and the first path is the body's own.
 if __name__ == "__main__" and sys.path[:1] in (
     [os.path.dirname(__file__)],
     [os.path.dirname(os.path.realpath(__file__))],
@@ -26,14 +25,8 @@ import traceback
 
 
 def main(descriptor: int, forked: bool = False) -> None:
-    """Read the first frame, become like the parent, and run the child.
-
-    Args:
-        descriptor: Descriptor of the channel to the parent.
-        forked: This process is a fork of a fork server.
-    """
-    # Imports make no garbage, and collecting takes an eighth of the time to import Prefect (1.05 s of CPU, 0.92
-    # without). `child.main` switches it on again.
+    """Read the first frame from the channel's descriptor, become like the parent, and run the child."""
+    # Until the body: collecting takes an eighth of the time to import Prefect (1.05 s of CPU, 0.92 without).
     gc.disable()
     hear_no_interrupt()
     # A segfault then writes the Python stack to standard error, whose end the parent keeps.
@@ -53,10 +46,9 @@ def main(descriptor: int, forked: bool = False) -> None:
 
 
 def hear_no_interrupt() -> None:
-    """Make SIGINT without effect on this process, unless it is ignored.
+    """Make SIGINT without effect, unless it is ignored: the parent decides when this process ends.
 
-    The parent decides when this process ends. Programs that a module or the body starts would inherit an
-    ignored signal, and Ctrl-C or `kill -INT` would not end them.
+    Programs that the body starts would inherit an ignored signal, and Ctrl-C would not end them.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _do_nothing)
@@ -67,19 +59,18 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
-    """In a fork of a fork server: become a child, as a fresh interpreter does.
+    """In a fork of a fork server: become a child, as a fresh interpreter does. All arguments are descriptors.
 
     Args:
-        channel: Descriptor of the channel to the parent.
-        stdout: Descriptor that becomes standard output.
-        stderr: Descriptor that becomes standard error.
-        reply: Descriptor of a socket for the id and a pidfd of this process, which the parent waits for.
-        request: Descriptor of a file with this process's environment and folder (JSON).
+        channel: Of the channel to the parent.
+        stdout: Becomes standard output.
+        stderr: Becomes standard error.
+        reply: Of a socket for the id and a pidfd of this process, which the parent waits for.
+        request: Of a file with this process's environment and folder (JSON).
     """
     os.setsid()
     with socket.socket(fileno=reply) as answer:
-        # The server reaps this process as it ends, and its id may then be another's. The parent gets the pidfd once
-        # this process leads a session: a kill of the session would miss it before.
+        # A pidfd, since the server reaps this process; and only now, since a kill of its session missed it before.
         pidfd = os.pidfd_open(os.getpid())
         socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
         os.close(pidfd)
@@ -98,8 +89,7 @@ def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: in
     try:
         if wanted["cwd"]:
             os.chdir(wanted["cwd"])
-        # A fresh interpreter takes fresh entropy. So does Python's own generator in a fork, but not NumPy's; PyTorch's
-        # begins with a fixed seed in each process.
+        # Python's own generator is seeded in a fork, NumPy's is not; PyTorch's has a fixed seed in each process.
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed()

@@ -23,11 +23,7 @@ from prefect_gpu.values.transport import Frame, FrameReader, PackedValue, Receiv
 
 
 class Channel:
-    """The stream to the parent. A fork of the process has no channel.
-
-    Args:
-        descriptor: Descriptor of the socket; this object owns it.
-    """
+    """The stream to the parent, which owns its descriptor. A fork of the process has no channel."""
 
     def __init__(self, descriptor: int) -> None:
         # Processes that the body starts must not hold the stream open.
@@ -43,21 +39,21 @@ class Channel:
         self._request: ReleaseUnused | None = None
         self._forked = False
         PROCESS_RESOURCES.after_fork(self, Channel.forget)
-        # The function that is registered first is called last: until then any thread may send.
+        # Called last, since it is registered first: until then any thread may send.
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Close the stream, if the descriptor still is the channel's."""
+        """Close the stream, unless the body has closed the descriptor."""
         try:
             self._check()
         except OSError:
-            # The body has closed it, and the descriptor may be another file's now.
+            # The descriptor may be another file's now.
             self._socket.detach()
         else:
             self._socket.close()
 
     def send(self, message: Message) -> None:
-        """Send a message. A fork of the child (a worker of a data loader) sends nothing.
+        """Send a message; a fork of the child (a worker of a data loader) sends nothing.
 
         Raises:
             OSError: The parent is gone, or the body closed the stream.
@@ -70,7 +66,7 @@ class Channel:
             self._socket.sendall(data)
 
     def send_with_value(self, message: Message, value: PackedValue) -> None:
-        """Send a message and the value that it announces, with nothing between them."""
+        """Send a message and at once the value that it announces."""
         if self._forked:
             return
         with self._sending:
@@ -80,7 +76,7 @@ class Channel:
             try:
                 sent = transport.send(self._socket, header, value.files)
             except ProtocolError:
-                # The value's files cannot be sent now, and nothing of it was sent; the parent waits for a value.
+                # The value's files cannot be sent now, and no byte of the value was sent.
                 contents = value.open()
                 header, body = transport.pack([contents.stream], contents.buffers, None).frame
                 sent = 0
@@ -88,21 +84,11 @@ class Channel:
             self._socket.sendall(body)
 
     def receive(self) -> Message:
-        """Wait for the next message and return it.
-
-        Raises:
-            EOFError: The parent is gone.
-            ProtocolError: The received bytes are no message.
-        """
+        """Wait for the next message and return it; raise `EOFError` if the parent is gone."""
         return messages.decode(self._receive().body)
 
     def receive_value(self) -> ReceivedValue:
-        """Wait for the next frame, which is a value, and return it.
-
-        Raises:
-            EOFError: The parent is gone.
-            ProtocolError: The value's parts do not fit together.
-        """
+        """Wait for the next frame, which is a value, and return it; raise `EOFError` if the parent is gone."""
         return transport.unpack(self._receive())
 
     def _receive(self) -> Frame:
@@ -119,7 +105,7 @@ class Channel:
         """
         if self._forked:
             raise RuntimeError(
-                f"{method} works in the process of a GPU task itself, not in one forked from it"
+                f"{method} works in the process of a GPU task, not in a forked process"
             )
         with self._asking:
             self.send(Asked(method, arguments))
@@ -132,18 +118,16 @@ class Channel:
         return answer.result
 
     def take_request(self) -> ReleaseUnused | None:
-        """Return a received request of the parent, without waiting; `None`: no request.
-
-        For one thread at a time. A thread that waits for an answer receives requests too.
+        """Return a received request of the parent, without waiting; `None`: no request. For one thread at a time.
 
         Raises:
             OSError: The body closed the stream.
-            ProtocolError: The received bytes are no message.
         """
+        # Otherwise the thread that waits for an answer receives requests, too.
         if self._asking.acquire(blocking=False):
             try:
                 self._check()
-                if self._has_input():
+                if self._poll(select.POLLIN) == select.POLLIN:
                     message = self.receive()
                     # An answer that nobody waits for is dropped.
                     if isinstance(message, ReleaseUnused):
@@ -156,37 +140,32 @@ class Channel:
         request, self._request = self._request, None
         return request
 
-    def _has_input(self) -> bool:
+    def _poll(self, mask: int) -> int:
+        """Return the events of the stream now. The end of the other side is reported for any mask."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return any(event == select.POLLIN for _, event in poll.poll(0))
+        poll.register(self._socket, mask)
+        return next((events for _, events in poll.poll(0)), 0)
 
     def end_with_parent(self) -> None:
-        """Kill this process and all that it started if the parent is gone.
-
-        The guardian does that too, unless it was killed or stopped.
+        """Kill this process and all that it started if the parent is gone, for the guardian may be gone, too.
 
         Raises:
             OSError: The body closed the stream.
         """
         self._check()
-        poll = select.poll()
-        # `poll` always reports the end of the other side.
-        poll.register(self._socket, 0)
-        if poll.poll(0):
+        if self._poll(0):
             pid = os.getpid()
             token = os.environ.get(TOKEN_VARIABLE, "").rpartition("/")[2]
             guardian.kill_strays({pid: token or f"of {pid}"})
             guardian.kill_group(pid)
 
     def _check(self) -> None:
-        """Raise `OSError` if the descriptor is not the channel's any more."""
-        # A body that closes all descriptors may then have opened a file with the same number.
+        """Raise `OSError` if the body has closed the descriptor, which may be another file's now."""
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")
 
     def forget(self) -> None:
-        """In a fork: close the stream, which two processes would garble."""
+        """In a fork: close the stream, which only one process may use."""
         self._forked = True
         self.close()
 

@@ -1,9 +1,8 @@
 """Enters the task run in a child when Prefect is first imported.
 
-Importing Prefect takes a second of CPU, and many bodies never use it. So a child imports Prefect before the
-body only if the parent says so (`Call.at_once`), or if the call has already imported it. Otherwise the body,
-its imports, or the first log record that Prefect's console shows import Prefect. Before that `import` statement
-returns, `prefect_context` enters the context of the task run.
+Importing Prefect takes a second of CPU, and many bodies never use it. So a child imports Prefect before the body only
+if the parent says so (`Call.at_once`), or if the call has imported it. Otherwise the body, its imports, or the first
+record for Prefect's log handlers import Prefect. Before that `import` returns, `prefect_context` enters the task run.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from prefect_gpu.processes.messages import Call, ContextChanges
 if TYPE_CHECKING:
     from prefect_gpu.child.prefect_context import RunContexts
 
-#: `True` in the context of the body and in all its copies: of coroutines, of `asyncio.to_thread`, of threads
-#: with a copied context. There Prefect's own variables have the values of the task run.
+#: `True` in the context of the body and in its copies (coroutines, `asyncio.to_thread`), where Prefect's own variables
+#: have the values of the task run.
 _is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
 
 
 class LatePrefect:
-    """Prefect in this process. It is made before any of the user's modules, which may set logging up, is imported.
+    """The first import of Prefect, on any thread: Prefect's logging is set up, and a task run is entered.
 
-    Any thread may import Prefect. It then sets Prefect's logging up, and enters the run if there is one.
+    Made before any of the user's modules, which may set logging up, is imported.
     """
 
     def __init__(self) -> None:
@@ -50,7 +49,7 @@ class LatePrefect:
             self._stand_ins += [_StandIn(logging.getLogger(n)) for n in ("", "prefect_gpu")]
 
     def _renew_lock(self) -> None:
-        # Another thread may have held it, which does not exist in the fork.
+        # The lock's holder may not exist in the fork.
         self._lock = threading.RLock()
 
     def _take_import(self) -> None:
@@ -67,12 +66,7 @@ class LatePrefect:
     def run(self, call: Call, send: Callable[[Any], None]) -> Iterator[None]:
         """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
 
-        Args:
-            call: The call, with the context of the task run; `None` there: there is no run.
-            send: Sends a message to the parent.
-
-        Raises:
-            Exception: Prefect is imported already, and the context cannot be entered.
+        A call without a context has no run. `send` sends a message to the parent.
         """
         # The importing thread's context may not be the body's, so Prefect's variables get a context of their own.
         context, stack = Context(), contextlib.ExitStack()
@@ -84,7 +78,7 @@ class LatePrefect:
             self._contexts = context.run(
                 stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
             )
-            # A copy: threads of the body, such as Prefect's thread for events, may outlive the run.
+            # A copy: threads, such as Prefect's for events, may outlive the run.
             prefect_context.share(context.copy(), _is_body.get)
 
         if call.context is None:
@@ -125,17 +119,13 @@ class LatePrefect:
 
 
 class _StandIn(logging.Handler):
-    """Stands in for Prefect's handlers, and imports Prefect for its first record.
-
-    While it is installed, `logging.basicConfig` does nothing, as beside Prefect's handlers.
-    """
+    """Handler in place of Prefect's, whose first record imports Prefect. Beside it `logging.basicConfig` does nothing."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
         self.logger = logger
         #: Handlers that existed before Prefect's.
         self.others: list[logging.Handler] = []
-        #: Prefect's handlers are installed.
         self.is_relieved = False
         logger.addHandler(self)
 
@@ -145,7 +135,7 @@ class _StandIn(logging.Handler):
         with contextlib.suppress(Exception):
             importlib.import_module("prefect")
         if not self.is_relieved:
-            # Prefect cannot be imported, or this import logs the record.
+            # Prefect cannot be imported, or its import logs this record.
             if logging.lastResort is not None:
                 logging.lastResort.handle(record)
             return True
@@ -154,14 +144,14 @@ class _StandIn(logging.Handler):
             for handler in logger.handlers:
                 if handler not in self.others and record.levelno >= handler.level:
                     handler.handle(record)
-            # Above the own logger, `logging` itself finds Prefect's handlers in place of another stand-in.
+            # Above its own logger, `logging` itself finds Prefect's handlers.
             logger = logger.parent if logger is not self.logger and logger.propagate else None
         return True
 
 
 @contextlib.contextmanager
 def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
-    """Set Prefect's logging up as if before all else; import the rest of Prefect in a `with` block."""
+    """Set Prefect's logging up as if it came first; import the rest of Prefect in a `with` block."""
     if not stand_ins:
         # Prefect was imported before this process was forked.
         yield
@@ -170,9 +160,8 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
     found = [each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
     before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
     handlers = {each: [*each.handlers] for each in before}
-    # `dictConfig` replaces levels and handlers and closes existing handlers, so changes of the body and its modules are
-    # restored below. A new list, since `logging` may be iterating over the old one. Beside handlers with a format,
-    # Prefect would leave the root logger alone.
+    # `dictConfig` replaces levels and handlers and closes handlers, so all are restored below. In new lists: `logging`
+    # may iterate over the old ones. If the root logger had a handler with a format, Prefect would skip it.
     root.handlers = [handler for handler in root.handlers if handler in stand_ins]
     for stand_in in stand_ins:
         stand_in.logger.handlers = [*stand_in.logger.handlers]

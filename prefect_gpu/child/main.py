@@ -1,8 +1,7 @@
 """The child: one process, one task, then the end.
 
-The bootstrap has made the interpreter like the parent's. This module applies the policy, reads and runs the
-call, and sends its outcome. The user's modules are imported after the policy is applied.
-`prefect_gpu.processes.messages` has the order of the messages.
+`bootstrap` has made the interpreter like the parent's. This module applies the policy, then reads and runs the call,
+which imports the user's modules, and sends its outcome. `processes.messages` has the order of the messages.
 """
 
 from __future__ import annotations
@@ -31,13 +30,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_own_bytes
 from prefect_gpu.processes.interpreter import InterpreterState
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
-from prefect_gpu.processes.messages import (
-    Accepted,
-    BodyEnded,
-    BodyStarted,
-    Call,
-    Prepare,
-)
+from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Call, Prepare
 from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
 
@@ -48,7 +41,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
     Args:
         descriptor: Descriptor of the channel to the parent.
         warm: Modules to import before the task is known; `None`: the task is known.
-        forked: The process was forked and shares its memory, which must not be copied by reading.
+        forked: The process was forked. Reading its shared memory would copy it.
     """
     interrupts = _Interrupts()
     channel = Channel(descriptor)
@@ -62,13 +55,13 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
                 # The task's folder is gone, or modules have changed: a fresh process runs the task.
                 os._exit(UNSUITED_CODE)
         prepare.interpreter.apply()
-        # Late: a module that asks the parent a question at its import would wait for ever.
+        # Not earlier: a module that asks the parent a question at its import would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
         _run(channel, prepare, late_prefect, interrupts, made_for_it=not forked and warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The parent is gone. The guardian ends the rest.
+        # The parent is gone.
         os._exit(1)
     if not forked:
         process_exit.run_exit_functions()
@@ -76,7 +69,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
 
 
 def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
-    """Do a standby's work until its task comes, if this process is one."""
+    """Wait for the task; a standby imports its modules first."""
     if warm is not None:
         done = warm_up.warm_up(warm)
         channel.send(done)
@@ -90,7 +83,7 @@ def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
 
 
 class _Interrupts:
-    """SIGINT in this process: without effect, as the bootstrap has set it, except while the task runs."""
+    """SIGINT in this process: it has no effect, as the bootstrap has set it, except while the task runs."""
 
     def __init__(self) -> None:
         self._without_effect = signal.getsignal(signal.SIGINT)
@@ -132,9 +125,9 @@ def _run(
         if made_for_it:
             for library in prepare.libraries:
                 importlib.import_module(library)
-            # Libraries are not finalised at the end, since that keeps the device's memory in use.
+            # Finalising libraries at the end would keep the device's memory in use.
             gc.freeze()
-        # First, since the call is the next frame: later calls may ask the flow's process.
+        # First: the call is the next frame, and the functions below may ask the flow's process.
         received = [channel.receive_value()]
         stand_ins.set_source(functools.partial(_fetch, channel))
         stand_ins.install(prepare.private_modules, prepare.users_modules)
@@ -142,12 +135,11 @@ def _run(
         # Imported late: it takes 10 ms.
         hooks.AfterImport({"multiprocessing.spawn": spawned.keep_main_from_running}).install()
         registrations.register_after_import(prepare.registered)
-        # The value has no name, so that its memory is freed as soon as it is read.
+        # No name refers to the value, so that its memory is freed as soon as it is read.
         call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
-            # The bootstrap switched the collector off for the imports. The first pass visits all their objects (0.1 s
-            # with PyTorch), outside the body's time.
+            # The first collection visits all objects of the imports (0.1 s with PyTorch), outside the body's time.
             gc.collect(0)
             gc.enable()
             prepare.interpreter.apply_before_body()
@@ -158,7 +150,7 @@ def _run(
             except BaseException as error:
                 failed = error
                 registrations.add_note(error, call.function)
-                # At once, before other processes take memory and the body's frames are released.
+                # Before other processes take memory, and before the body's frames are released.
                 shortage = find_shortage(error, names, readings)
                 late_prefect.roll_back()
                 raise
@@ -176,12 +168,11 @@ def _run(
     except BaseException as error:
         in_task.set_current_recorder(None)
         if failed is None:
-            # Errors while the call was read, a framework was set up for it, or its result was copied to the host count
-            # as well.
+            # Errors of the call's reading, of a framework's setup and of the result's copy to the host count, too.
             failed, shortage = error, find_shortage(error, names, readings)
         raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
-    # The flow's process answers no more once it has the value.
+    # The flow's process does not answer once it has the value.
     stand_ins.set_source(None)
     # On Linux `ru_maxrss` begins with the parent's memory before the exec.
     host_peak_bytes = read_own_bytes("VmHWM")
@@ -191,24 +182,18 @@ def _run(
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process; raise `AttributeError` if it is missing or unsendable."""
+    """Return an attribute of a module of the flow's process; raise `AttributeError` if it cannot be sent."""
     try:
         return channel.ask("attribute", module=module, name=name).load()
     except AttributeError:
         raise
     except Exception as error:
-        raise AttributeError(
-            f"{module}.{name} cannot be had from the flow's process: {error}"
-        ) from error
+        text = f"{module}.{name} cannot be fetched from the flow's process: {error}"
+        raise AttributeError(text) from error
 
 
 def run_body(call: Call) -> Any:
-    """Run the body to its end.
-
-    Returns:
-        The return value; for a coroutine its result, for a generator (sync or async) the list of its values, as
-        Prefect returns it for a submitted task.
-    """
+    """Return the body's value: of a coroutine its result, of a generator the list of its values, as Prefect does."""
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         # Imported late: it takes 25 ms.
@@ -227,9 +212,7 @@ async def _finish(result: Any) -> Any:
 
 
 def calibrate(framework: str) -> None:
-    """Use a framework on its device, in place of a body, and keep its memory there.
-
-    The parent reads the device and ends this process without an answer.
+    """Use a framework on its device, in place of a body, until the parent has read the device and ends this process.
 
     Raises:
         FrameworkError: The framework is not installed, or failed on the device.
@@ -237,16 +220,15 @@ def calibrate(framework: str) -> None:
     try:
         reserved_bytes = registry.ADAPTERS[framework].calibrate()
     except Exception as error:
-        raise FrameworkError(
-            framework, f"calibration failed: {type(error).__name__}: {error}"
-        ) from error
+        text = f"calibration failed: {type(error).__name__}: {error}"
+        raise FrameworkError(framework, text) from error
     channel = current_channel()
     assert channel is not None
     channel.ask("calibrated", reserved_bytes=reserved_bytes)
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Return the traceback as text, without the frames of this package above the body's."""
+    """Return the traceback as text, without this package's frames above those of the body."""
     frames = traceback.TracebackException.from_exception(error, capture_locals=False)
     own = os.path.dirname(__file__)
     while len(frames.stack) > 1 and frames.stack[0].filename.startswith(own):

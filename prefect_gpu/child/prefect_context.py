@@ -1,9 +1,8 @@
 """Prefect's context in a child: the body runs as a part of the parent's task run.
 
-Logs, prints, runtime ids, artifacts and nested flows of the body belong to that run. Importing this module
-imports Prefect; `late_prefect` decides when. This module has all undocumented names of Prefect that the child
-uses, except for logging; `prefect_gpu.engine` has the parent's. Checked against Prefect 3.8.8;
-`tests/integration/test_bridge.py` says which change of Prefect broke which function.
+Importing this module imports Prefect; `late_prefect` decides when. This module has all undocumented names of Prefect
+that the child uses, except for logging; `prefect_gpu.engine` has the parent's. Checked against Prefect 3.8.8;
+`tests/integration/test_bridge.py` names the function that a change of Prefect breaks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 from prefect import context as prefect_variables
 
-# Imports `prefect.main`, which sets logging up. That must be done before the body continues.
+# Imports `prefect.main`, which sets logging up: needed before the body continues.
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import AssetContext, hydrated_context
@@ -32,10 +31,7 @@ from prefect_gpu.processes.messages import ContextChanges, EventEmitted, LogEmit
 
 
 class EventQueue:
-    """The queue on which Prefect's forwarding client puts events: it sends them to the parent.
-
-    Prefect's `EventsWorker` uses its arguments as a key, so the queue must be hashable.
-    """
+    """A queue that sends events of Prefect's client to the parent. `EventsWorker` needs it to be hashable."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -49,7 +45,7 @@ class EventQueue:
 def child_context(
     context: dict[str, Any], log_prints: bool, send: Callable[[Any], None]
 ) -> Iterator[RunContexts]:
-    """Enter the parent's task run: logs, prints, runtime ids, artifacts and nested flows belong to it.
+    """Enter the parent's task run, to which logs, prints, runtime ids, artifacts and nested flows then belong.
 
     Args:
         context: The result of `context_for_child`.
@@ -75,16 +71,15 @@ def child_context(
 
 
 class RunContexts:
-    """Copies of a task run's transactions and assets in the flow's process.
+    """Copies of the task run's transactions (its own first, then the outer ones) and assets, until `stack` is closed.
 
-    A copy has no result store: only the flow's process writes the task's result and holds its lock.
-    Transactions that the body begins end in this process, with the body.
-    `transactions` has the task run's own first, then the outer ones. `stack` leaves them when it is closed.
+    A copy has no result store: only the flow's process writes the task's result and holds its lock. Transactions that
+    the body begins end in this process, with the body.
     """
 
     def __init__(self, transactions: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> None:
         self._assets = AssetContext.get()
-        #: Transactions in the same order, each with its values before the body.
+        #: Each transaction has its values before the body.
         self._transactions: list[tuple[Transaction, dict[str, Any]]] = []
         # `share` replaces this variable.
         variable = cast(ContextVar[Any], BaseTransaction.__var__)
@@ -118,7 +113,7 @@ class RunContexts:
 
 
 class _RunHandler(logging.Handler):
-    """Passes warnings to the log of the task run, also from threads without its context."""
+    """Passes warnings to the log of the task run, even from threads without its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,12 +147,8 @@ def _log_on_the_run() -> Iterator[None]:
 def share(run: Context, is_body: Callable[[], bool]) -> None:
     """Give Prefect's context variables the values of a run in the body's context and all its copies.
 
-    Prefect may have been imported in a thread or a coroutine of the body. The body and its other coroutines
-    would not see values that are set there.
-
-    Args:
-        run: Context with the values of the run.
-        is_body: Returns whether the caller's context is the body's, or a copy of it.
+    Values set in one thread or coroutine of the body, where Prefect may be imported, do not show in others.
+    `is_body` returns whether the caller's context is the body's, or a copy of it.
     """
     module = vars(prefect_variables)
     for name, held in [*module.items(), ("", BaseTransaction)]:
@@ -172,7 +163,7 @@ def share(run: Context, is_body: Callable[[], bool]) -> None:
 
 
 class _SharedVariable:
-    """Stands in for a `ContextVar`. If the body's context has no value, it has the run's value."""
+    """A `ContextVar` that has the run's value wherever the body's context has none."""
 
     def __init__(
         self, variable: ContextVar[Any], run: Context, is_body: Callable[[], bool]
@@ -189,7 +180,7 @@ class _SharedVariable:
         return self._variable.get(*default) if value is _NOTHING else value
 
     def set(self, value: Any) -> Token[Any]:
-        """See `ContextVar.set`. The token, which Prefect reads, has the run's value if the body's context has none."""
+        """See `ContextVar.set`. The token's old value, which Prefect reads, may be the run's."""
         if self._variable.get(_NOTHING) is _NOTHING and self.get(_NOTHING) is not _NOTHING:
             self._variable.set(self.get())
         return self._variable.set(value)
@@ -199,15 +190,11 @@ class _SharedVariable:
         self._variable.reset(token)
 
 
-#: Stands for no value.
 _NOTHING = object()
 
 
 def rehearse() -> None:
-    """In a standby: do the part of `child_context` that is the same for every run.
-
-    It takes 15 of its 45 ms (measured, Prefect 3.8.8).
-    """
+    """In a standby: do the part of `child_context` that is the same for every run (15 of 45 ms, Prefect 3.8.8)."""
     # Blocks, such as result storage, need the collections, and Prefect keeps them.
     load_prefect_collections()
     # This sets logging up, and builds the models of the contexts.
@@ -216,13 +203,13 @@ def rehearse() -> None:
 
 
 class _LateClient(SyncPrefectClient):
-    """An API client that is made when it is first used: its certificates take 17 ms to read."""
+    """An API client that is made when it is first used: reading its certificates takes 17 ms."""
 
     def __init__(self) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        # Called for missing attributes: those that `__init__` would have set.
+        # Called for attributes that `__init__` would have set.
         if "_client" in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         self.__dict__.update(get_client(sync_client=True).__dict__)

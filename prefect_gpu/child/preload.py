@@ -1,9 +1,8 @@
 """The fork server's process: imports libraries, then forks a process for each request.
 
-Run by path, with the descriptor of the control socket and a title for `ps`. This process computes nothing, starts no
-thread and touches no device, so that its forks are as good as fresh interpreters after the same imports. `bootstrap`
-has the start of a fork; `prefect_gpu.processes.fork_server` is the parent's side. Standard library only until
-`sys.path` is the parent's, as in `bootstrap`.
+Run by path, with the descriptor of the control socket and a title for `ps`. This process starts no thread and touches
+no device, so that its forks equal fresh interpreters after the same imports. `bootstrap` has the start of a fork, and
+`processes.fork_server` the parent's side. Standard library only until `sys.path` is the parent's, as in `bootstrap`.
 """
 
 import os
@@ -46,7 +45,7 @@ def main() -> None:
     failed = warm_up.import_all(boot["modules"])
     # Otherwise each fork would print the buffered output again.
     sys.stdout.flush()
-    # The collector skips frozen objects; reading them would copy their pages in each fork.
+    # The collector skips frozen objects, whose pages would be copied in each fork.
     gc.freeze()
     problem = find_problem()
     end_with_parent(control, False)
@@ -60,10 +59,10 @@ def main() -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a process for each request, and report how each one ended, until the parent's end is closed.
+    """Fork a process for each request, until the parent's end is closed.
 
-    A request has the descriptors for `bootstrap.main_of_fork`. The reply socket stays open until the fork has
-    ended, and receives the exit code as text, or the reason why a fork was refused.
+    A request has the descriptors for `bootstrap.main_of_fork`. Its reply socket receives the exit code as text when the
+    fork has ended, or the reason why a fork was refused.
     """
     from prefect_gpu.child import bootstrap
 
@@ -84,7 +83,7 @@ def serve(control: socket.socket) -> None:
             if not request:
                 return
             if len(received) < 5:
-                # There was no free descriptor for some of them. The parent sees its end of the reply socket close.
+                # No descriptor was free for some of them. The parent sees its end of the reply socket close.
                 _close(received)
                 continue
             channel, stdout, stderr, reply, content = received
@@ -121,11 +120,10 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def end_with_parent(control: socket.socket, on: bool) -> None:
-    """Make the kernel end this process when the parent closes its end of `control`, or stop that.
+    """Make the kernel end this process when the parent closes its end of `control`, or (`on` is `False`) undo that.
 
-    During imports, which take seconds, nothing reads the socket, and no thread may be started for it. An asynchronous
-    socket sends SIGIO when the other end closes, which ends a process. The parent sends nothing before this process has
-    reported.
+    Nothing reads the socket during imports, which take seconds. An asynchronous socket sends SIGIO, which ends a
+    process, when the other end closes; the parent sends nothing meanwhile.
     """
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     if not on:
@@ -133,16 +131,14 @@ def end_with_parent(control: socket.socket, on: bool) -> None:
         return
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
+    with contextlib.suppress(BlockingIOError):
         # A socket that was closed before sends no signal.
         if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             os._exit(0)
-    except BlockingIOError:
-        return
 
 
 def find_problem() -> str:
-    """Return why this process must not be forked; empty: it may be."""
+    """Return why this process must not be forked; empty: it may be forked."""
     names = [thread.name for thread in threading.enumerate()]
     if len(names) > 1:
         return f"its libraries have started threads ({', '.join(names[1:])})"

@@ -1,7 +1,6 @@
-"""The sources of a child's memory readings.
+"""Reads a child's memory: from frameworks and the driver on GPUs, from `prefect_gpu.testing` on simulated devices.
 
-On GPUs the frameworks and the driver are asked, on simulated devices the tally of `prefect_gpu.testing`.
-`recorder` takes and collects readings.
+`recorder` collects the readings.
 """
 
 from __future__ import annotations
@@ -25,13 +24,9 @@ T = TypeVar("T")
 
 
 class Readings:
-    """The sources of one child. They never raise: a measurement must not fail a body.
+    """Readings of one child's memory. Its methods do not raise: a measurement must not fail a body.
 
-    Args:
-        policy: Contains the devices and their kind.
-        adapters: Frameworks to ask.
-        own: Asks the driver; `None`: the machine's driver.
-        contexts: Primary contexts of this process; `None`: read from the machine's driver.
+    Tests pass `own` and `contexts` in place of the machine's driver.
     """
 
     def __init__(
@@ -41,17 +36,14 @@ class Readings:
         own: OwnMemory | None = None,
         contexts: PrimaryContexts | None = None,
     ) -> None:
-        #: UUIDs in the task's order.
         self.device_uuids = policy.device_uuids
         self._adapters = adapters
         self._snapshot_path = policy.snapshot_path
         self._simulated = policy.device_kind == "simulated"
         #: Whether the task keeps unused memory on purpose.
         self._keeps_unused = policy.allocation == "all"
-        self._own = None
-        if policy.device_kind == "nvml":
-            self._own = own or OwnMemory(policy.device_uuids)
         on_gpu = policy.device_kind == "nvml"
+        self._own = (own or OwnMemory(policy.device_uuids)) if on_gpu else None
         self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
         #: Memory of the frameworks at the last reading.
         self._held_bytes = 0
@@ -70,8 +62,7 @@ class Readings:
     def counters(self) -> Counters | None:
         """Read all counters; `None`: no framework has touched a device, or they cannot be read."""
         if self._simulated:
-            tally = _of_simulated("tally")
-            found: Counters | None = None if tally is None else tally()
+            found: Counters | None = _ask_simulated("tally")
             return found
         counters = self._ask(hooks.collect_counters)
         if counters is not None:
@@ -81,8 +72,7 @@ class Readings:
     def begin_trace(self) -> EndTrace | None:
         """Begin to trace allocations; `None`: no framework can be traced now."""
         if self._simulated:
-            begin = _of_simulated("begin_trace")
-            trace: EndTrace | None = None if begin is None else begin()
+            trace: EndTrace | None = _ask_simulated("begin_trace")
             return trace
         return self._ask(hooks.begin_trace)
 
@@ -133,14 +123,13 @@ class Readings:
             return None
         try:
             found = question(self._adapters)
-            # After the question: counters from before the destruction of a context are right.
+            # After the question: counters from before the destruction of a context are right, later ones are not.
             if found is None or not self._contexts.read():
                 return found
-            # From here on the counters include lost memory.
             logger.warning(
                 "the body destroyed its CUDA context while %s held %s in it (cudaDeviceReset, "
-                "numba.cuda.close() and Device.reset() do that): what was there is lost, and the report has "
-                "the framework's figures from before; to free memory, use the framework's own calls, such as "
+                "numba.cuda.close() and Device.reset() do that): this memory is lost, and the report has the "
+                "framework's earlier figures; to free memory, use the framework's own calls, such as "
                 "prefect_gpu.release_cached()",
                 " and ".join(hooks.frameworks_in_use()),
                 format_bytes(self._held_bytes),
@@ -154,7 +143,7 @@ class Readings:
             return None
 
 
-def _of_simulated(name: str) -> Callable[[], Any] | None:
-    """Return a function of `prefect_gpu.testing`; `None`: the body has not imported the module completely."""
-    found: Callable[[], Any] | None = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
-    return found
+def _ask_simulated(name: str) -> Any:
+    """Call a function of `prefect_gpu.testing`; return `None` if the body has not imported the module completely."""
+    function = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
+    return None if function is None else function()

@@ -1,14 +1,14 @@
 """Records the phases, marks and steps of a body in its child, with their memory.
 
-Counters are read at the beginning and at the end of a phase. In between, the thread of a `LiveSampler` takes a
-sample every few milliseconds. Samples miss short peaks, so each fully read step after the first is also traced
-if its framework allows it, which gives the exact peak. A framework's counters are never reset, since the body
-may read them, and the device is never synchronised: seconds are CPU time, which a GPU lags behind.
-`prefect_gpu.measurements` limits the number of kept marks, and `StepBook` evaluates steps.
+Counters are read at the beginning and at the end of a phase. In between, the thread of a `LiveSampler` takes a sample
+every few milliseconds. Samples miss short peaks, so each fully read step after the first is traced, too, if its
+framework allows it. Counters are not reset, since the body may read them, and devices are not synchronised: seconds are
+those of the CPU. `measurements` limits the number of kept marks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import threading
@@ -40,28 +40,26 @@ T = TypeVar("T")
 #: Number of last steps whose seconds and final memory are kept, for the median and the slope.
 KEPT_STEPS = 512
 
-#: Steps are alike if the largest two steady steps differ by less than this factor. Steps on inputs of one size
-#: take the same to the byte (PyTorch). A smaller last batch or an evaluation is not among the largest two.
+#: Steps are alike if the largest two steady steps differ by less than this factor. Steps on inputs of one size take the
+#: same memory to the byte (PyTorch). A smaller last batch or an evaluation is not among the largest two.
 ALIKE_FACTOR = 1.02
 
-#: Step ends needed for a slope: two give a difference only, and one outlier among three misleads.
+#: Step ends needed for a slope: one outlier among three misleads.
 LEAST_FOR_SLOPE = 4
 
 
 class StepBook:
     """Collects the facts about one body's steps. For one thread at a time.
 
-    The first step ends at the first boundary. It takes more memory than later ones: frameworks try kernels in it. Steps
-    are *steady* after the first one, and after the last one in which the allocator had to release its cache. The open
-    step begins at the last boundary; its memory counts, since a budget must hold it, but its seconds do not. A step read
-    only at its ends shows no peak: on a busy machine samples come late.
+    Steps are *steady* after the first step, in which frameworks try kernels and take more memory, and after the last
+    step in which the allocator had to release its cache. Of the open step, memory counts, but seconds do not. A step
+    read only at its ends shows no peak: on a busy machine samples come late.
 
-    If steady steps are not alike, inputs change size. The first step may then have had the largest input, so its memory
-    counts.
+    If steady steps are not alike, inputs change size, and the memory of the first step counts: it may have had the
+    largest input.
     """
 
     def __init__(self) -> None:
-        #: Number of steps that have ended.
         self.count = 0
         self._first_live: int | None = None
         #: Peak bytes in the open step.
@@ -71,7 +69,6 @@ class StepBook:
         self._steady_live: int | None = None
         #: Second largest peak of the steady steps that have ended; `None`: fewer than two steps.
         self._second_live: int | None = None
-        #: Number of steady steps that have ended.
         self._steady = 0
         self._last_retries = 0
         #: Allocation retries after the first step.
@@ -91,7 +88,7 @@ class StepBook:
         Args:
             live_bytes: Bytes that the frameworks have allocated.
             alloc_retries: How often an allocator had to release its cache so far; `None`: not read.
-            at_end: The reading was taken at the end of the step, when most of the memory may be free again.
+            at_end: The reading is of the end of the step, when most of the memory may be free again.
         """
         self._open_live = largest(self._open_live, live_bytes)
         self._is_open_read = self._is_open_read or not at_end
@@ -108,13 +105,7 @@ class StepBook:
     def boundary(
         self, at_s: float, live_bytes: int | None = None, alloc_retries: int | None = None
     ) -> None:
-        """End a step, with the reading at that moment.
-
-        Args:
-            at_s: Monotonic seconds.
-            live_bytes: See `reading`; `None`: no reading.
-            alloc_retries: See `reading`.
-        """
+        """End a step at a monotonic time, with the reading of that moment; `live_bytes`: `None` is no reading."""
         if live_bytes is not None:
             self.reading(live_bytes, alloc_retries, at_end=True)
         if self.count == 0:
@@ -124,7 +115,7 @@ class StepBook:
             self._ends.clear()
         else:
             self._steady += 1
-            if self._is_open_read:
+            if self._is_open_read and self._open_live is not None:
                 self._add_peak(self._open_live)
             if live_bytes is not None:
                 self._ends.append((self._steady, live_bytes))
@@ -135,30 +126,24 @@ class StepBook:
         # The memory at the end of a step is the memory at the beginning of the next.
         self._open_live, self._is_open_read, self.released_cache = live_bytes, False, False
 
-    def _add_peak(self, live_bytes: int | None) -> None:
-        if live_bytes is None:
-            return
+    def _add_peak(self, live_bytes: int) -> None:
         if self._steady_live is None or live_bytes >= self._steady_live:
             self._second_live, self._steady_live = self._steady_live, live_bytes
         else:
             self._second_live = largest(self._second_live, live_bytes)
 
-    def _are_alike(self) -> bool:
-        """Return whether the steady steps are known to be alike."""
-        if self._steady_live is None or self._second_live is None:
-            return False
-        return self._steady_live <= ALIKE_FACTOR * self._second_live
-
     def facts(self) -> StepFacts | None:
         """Return the facts about the steps so far; `None`: no step has ended."""
         if self.count == 0:
             return None
-        # Imported here: most bodies have no steps.
+        # Most bodies have no steps.
         from statistics import linear_regression, median
 
         steady = self._steady > 0 and not self.released_cache
         is_read = steady and self._steady_live is not None
-        growth = None
+        alike, growth = False, None
+        if self._steady_live is not None and self._second_live is not None:
+            alike = self._steady_live <= ALIKE_FACTOR * self._second_live
         if steady and len(self._ends) >= LEAST_FOR_SLOPE:
             growth = linear_regression(*zip(*self._ends, strict=True)).slope
         return StepFacts(
@@ -168,16 +153,15 @@ class StepBook:
             step_s=median(self._seconds) if self._seconds else None,
             alloc_retries=self._retries,
             growth_bytes=growth,
-            alike=self._are_alike(),
+            alike=alike,
         )
 
 
-#: After the first steps, full readings of steps may take one part in this number of the time, and samples at
-#: the ends of steps as much. In a loop of 3 ms per step on an H200, PyTorch 2.11, a sample takes 40 µs, and a
-#: step in full with four phases a millisecond. A phase without a reading takes 2 µs.
+#: After the first steps, full readings of steps may take one part in this number of the time, and samples at the ends
+#: of steps as much. On an H200 with PyTorch 2.11, a sample takes 40 µs, and a step with four phases in full 1 ms.
 READ_SHARE = 100
 
-#: Most names that are remembered, for bodies with a new name each time.
+#: Most names that are kept, for bodies with a new name each time.
 KEPT_NAMES = 256
 
 
@@ -198,20 +182,15 @@ class Span:
 class Recorder:
     """Records one body's phases, marks and steps. Any thread may use it.
 
-    A step ends with `step()`. In a body that never calls it, the first name that occurs a second time begins a
-    new step at each occurrence.
-
-    Args:
-        source: Source of the readings.
-        clock: Clock of the times; `None`: the real clock.
+    A step ends with `step()`. In a body without such calls, the first name that occurs twice begins a step at each
+    occurrence.
     """
 
     def __init__(self, source: Readings, clock: Clock | None = None) -> None:
         self._source = source
         self._clock: Clock = clock or RealClock()
         PROCESS_RESOURCES.after_fork(self, Recorder.forget)
-        # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under the lock, so that they are
-        # recorded in the order in which they were taken.
+        # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under it, to keep their order.
         self._lock = threading.RLock()
         self._book = StepBook()
         self._keeper = MarkKeeper()
@@ -223,10 +202,9 @@ class Recorder:
         #: The frameworks' own peaks at the last reading.
         self._peak_live_bytes = 0
         self._peak_reserved_bytes = 0
-        #: Whether the body calls `step`.
         self._has_steps = False
         self._names: set[str] = set()
-        #: Without `step`, the name that begins a step, once known.
+        #: Without `step`: name that begins a step; `None`: unknown.
         self._head: str | None = None
         #: End of the last phase or mark that belongs to the open step.
         self._tail_s: float | None = None
@@ -234,17 +212,12 @@ class Recorder:
         self._in_full = True
         self._marked = 0
         self._spent_s = 0.0
-        #: Trace of the open step; `None`: not traced.
         self._trace: EndTrace | None = None
-        #: The body has ended.
         self._over = False
-        #: Metrics that the body has reported with `report_metric`.
         self.metrics: dict[str, float] = {}
         #: Times of the next full reading of a step, and of the next sample at the end of a step.
         self._due_s = 0.0
         self._sample_due_s = 0.0
-
-    # Calls of the body.
 
     def begin_phase(self, name: str) -> Span:
         """Begin a phase; pass the returned value to `end_phase`."""
@@ -285,8 +258,6 @@ class Recorder:
             self._has_steps = True
             self._end_step(self._clock.now())
 
-    # Calls of the child.
-
     @property
     def step_count(self) -> int:
         """Number of steps that have ended."""
@@ -306,13 +277,13 @@ class Recorder:
             return found
 
     def counters(self, *, at_end: bool = False) -> Counters | None:
-        """Read all counters, record them and return them; `at_end`: of a step."""
+        """Read all counters, record them and return them; `at_end`: at the end of a step."""
         with self._lock:
             counters = self._timed(self._source.counters)
             if counters is None:
                 return None
             live, reserved = counters.live_bytes, counters.reserved_bytes
-            # A peak unlike the last reading's is newer than that reading. A lower peak was reset by the body.
+            # A peak that differs from the last one is newer than it. After a reset by the body it is lower.
             if counters.peak_live_bytes != self._peak_live_bytes:
                 live, at_end = max(live, counters.peak_live_bytes), False
             self._peak_live_bytes = counters.peak_live_bytes
@@ -324,8 +295,7 @@ class Recorder:
             return counters
 
     def release_unused(self) -> None:
-        """Return unused device memory of the frameworks to the driver; may wait for the device."""
-        # The lock is not held: `mark` and `step` would wait too.
+        """Return unused device memory of the frameworks to the driver, without the lock: the device may be busy."""
         self._source.release_unused()
 
     def stop(self) -> None:
@@ -335,10 +305,7 @@ class Recorder:
             self._end_trace()
 
     def finish(self) -> None:
-        """End the last step of a body that has returned; not called if it raised.
-
-        If names begin the steps, nothing else ends the last step.
-        """
+        """End the last step of a body that has returned, if names begin the steps; not called if the body raised."""
         with self._lock:
             self._end_trace()
             self.counters()
@@ -351,13 +318,11 @@ class Recorder:
             return self._book.facts(), self._keeper.take()
 
     def forget(self) -> None:
-        """In a fork (a worker of a data loader): record no more; open phases may still end."""
+        """In a fork (a worker of a data loader): stop recording; open phases may still end."""
         in_task.set_current_recorder(None)
         # The lock's holder may not exist here.
         self._lock = threading.RLock()
         self._trace = None
-
-    # Detection of steps.
 
     def _take_name(self, name: str, at_s: float) -> bool:
         """Begin a step if a name begins one; return whether the name is new."""
@@ -376,7 +341,7 @@ class Recorder:
         if not self._in_full and at_s >= self._sample_due_s:
             found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        # Also after an allocation retry, so that an earlier peak does not count as a later one.
+        # After an allocation retry, too, so that an earlier peak does not count as a later one.
         if self._in_full or self._book.released_cache:
             counters = self.counters(at_end=True)
             found = None
@@ -387,11 +352,9 @@ class Recorder:
             self._due_s = at_s + READ_SHARE * self._spent_s
         self._in_full = self._book.count < FIRST_STEPS or at_s >= self._due_s
         self._marked, self._spent_s, self._tail_s = 0, 0.0, None
-        # The first step has no trace: the framework's own peak counts for it.
+        # Not the first step, for which the framework's own peak counts.
         if self._in_full and not self._over:
             self._trace = self._timed(self._source.begin_trace)
-
-    # Readings.
 
     def _is_wanted(self, is_new: bool) -> bool:
         """Return whether to measure a phase or mark, and count it."""
@@ -452,27 +415,20 @@ class Recorder:
 #: Seconds between two samples, on average. At 5 ms a ResNet-50 on an H200 ran as fast as without.
 SAMPLE_INTERVAL_S = 0.005
 
-#: Sampling may take one part in this number of the processor's time: it holds the interpreter's lock, and some
-#: frameworks answer slowly.
+#: Sampling, which holds the interpreter's lock, may take one part in this number of the processor's time.
 SAMPLE_SHARE = 100
 
 #: Varied fraction of the interval, so that samples do not fall in step with the body's loop.
 JITTER = 0.6
 
-#: Seconds to wait for the thread's end. A call into a driver may never return: the thread is then left.
+#: Seconds to wait for the thread's end: a call into a driver may never return.
 END_S = 30.0
 
 
 class LiveSampler:
-    """Takes samples every few milliseconds, from a thread of its own, and sends counters to the parent.
+    """Takes samples every few milliseconds on its thread, and sends counters to the parent every `interval_s` seconds.
 
-    The thread also ends the process if the parent is gone, and carries out requests of the parent, since the
-    body's own thread may be busy.
-
-    Args:
-        channel: Channel to the parent.
-        recorder: Takes and keeps the samples.
-        interval_s: Seconds between two messages.
+    The thread also carries out requests of the parent, and ends the process if the parent is gone.
     """
 
     def __init__(self, channel: Channel, recorder: Recorder, interval_s: float) -> None:
@@ -507,17 +463,15 @@ class LiveSampler:
 
     def _run(self) -> None:
         try:
-            self._take_samples()
-        except OSError:
-            # The parent is gone, or the body closed the channel.
-            return
+            # `OSError`: the parent is gone, or the body closed the channel.
+            with contextlib.suppress(OSError):
+                self._take_samples()
         except Exception as error:
-            # A measurement must never cost a result.
             _report_end(error)
 
     def _take_samples(self) -> None:
         due_s = time.monotonic() + self._interval_s
-        # A generator of its own: the body may have seeded the module's.
+        # Not the module's generator, which the body may have seeded.
         vary = random.Random().uniform
         pause_s = SAMPLE_INTERVAL_S
         while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):
@@ -539,7 +493,7 @@ class LiveSampler:
     def _send(self) -> None:
         counters = self._recorder.counters()
         if counters is None and not self._recorder.step_count:
-            # Marks are sent at the end: without counters or steps there is no message.
+            # Marks alone are sent at the end.
             return
         steps, marks = self._recorder.take()
         news = counters, 0 if steps is None else steps.count
@@ -549,4 +503,4 @@ class LiveSampler:
 
 
 def _report_end(error: Exception) -> None:
-    sys.stderr.write(f"prefect_gpu: no longer looks at memory: {error!r}\n")
+    sys.stderr.write(f"prefect_gpu: memory is no longer sampled: {error!r}\n")

@@ -1,6 +1,6 @@
-"""The facts about an out-of-memory in a child, read while the body's frames still hold their memory.
+"""The facts about an out-of-memory error in a child, read while the body's frames still hold their memory.
 
-`frameworks.out_of_memory` recognises the errors, and `scheduling.ladder` decides what follows.
+`frameworks.out_of_memory` recognises the errors, and `scheduling.ladder` decides the next budget.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
 # Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
 
-#: PyTorch, from 2.0 on. It refuses by itself, before it asks the driver, if reserved and wanted bytes exceed the
-#: allowed bytes. The text has "allowed" whenever a fraction is set, also if the device refused.
+#: PyTorch, from 2.0 on. PyTorch refuses before it asks the driver if reserved and wanted bytes exceed the allowed
+#: bytes. The text has "allowed" whenever a fraction is set, even if the device refused.
 _TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
 _TORCH_FREE = rf"of which {_SIZE} is free"
 _TORCH_WANTED = rf"Tried to allocate {_SIZE}"
@@ -43,11 +43,7 @@ _CUPY = (
 
 
 def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
-    """Read PyTorch's and CuPy's texts about the device and their own limit. Pure.
-
-    Returns:
-        The facts in the text, and the number of the device among the process's own, from 0 (`None`: not in the text).
-    """
+    """Return the facts in a text of PyTorch or CuPy, and the number of its device from 0 (`None`: not in the text)."""
     wanted = parse_wanted_bytes(text)
     cupy = re.search(_CUPY, text)
     if cupy is not None:
@@ -88,17 +84,9 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
 def find_shortage(
     error: BaseException, frameworks: Collection[str], readings: Readings
 ) -> OutOfMemory | None:
-    """Find an out-of-memory in an error and its causes, and read the memory of the process.
+    """Return the out-of-memory in a body's exception or its causes, with the process's memory; `None`: none.
 
-    The framework's own summary is read too, and its snapshot is written if the policy names a file.
-
-    Args:
-        error: Exception of the body.
-        frameworks: Names of the frameworks whose errors count.
-        readings: Source of the process's memory readings.
-
-    Returns:
-        What is known of it; `None`: the error is no out-of-memory.
+    Errors of `frameworks` count. The framework's snapshot is written if the policy names a file.
     """
     found = find_out_of_memory(error, frameworks)
     if found is None:
@@ -122,7 +110,7 @@ def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
     found, device = parse_refusal(framework, text)
     counters = readings.counters()
     if len(readings.device_uuids) == 1 and counters is not None:
-        # Exact, unlike the rounded text; but summed over devices.
+        # Exact, unlike the rounded text, but summed over devices.
         reserved = counters.reserved_bytes
         found = replace(found, held_bytes=counters.live_bytes if reserved is None else reserved)
     use = _choose(readings.own(), device)

@@ -1,8 +1,7 @@
 """A standby: import modules ahead of the task, then become the task's process.
 
-An import may start a framework or driver, which a policy can then no longer configure. `find_started` reports that,
-and such a process must not run a task. `processes.standby_kind` chooses the modules, and `frameworks.adapter` knows
-which variables may still change afterwards.
+An import may start a framework or driver, which a policy can then no longer configure (`find_started`): no task may run
+in such a process. `processes.standby_kind` chooses the modules.
 """
 
 from __future__ import annotations
@@ -39,19 +38,14 @@ class _Origin:
     files: frozenset[tuple[str, str]]
 
 
-#: Set by `warm_up`.
 _origin: _Origin
 
 
 def warm_up(entries: Iterable[str]) -> Warmed:
-    """Import modules and report the effects.
+    """Import `WarmSpec.modules` and report the effects.
 
-    Objects of libraries are frozen, so that the garbage collector skips them: finalising them at the end of the
-    process takes most of a second with PyTorch. Objects of the user's modules are not frozen, since they may
-    hold files open.
-
-    Args:
-        entries: See `WarmSpec.modules`: libraries come before modules that need them.
+    Objects of libraries are frozen, so that the garbage collector skips them: finalising them takes most of a second
+    with PyTorch. Objects of the user's modules are not frozen, since they may hold files open.
     """
     global _origin
     entries = tuple(entries)
@@ -61,7 +55,7 @@ def warm_up(entries: Iterable[str]) -> Warmed:
         failed = import_all(libraries)
         gc.freeze()
         failed |= import_all(entries[len(libraries) :])
-    # Now, or the body's first objects would cause a collection of all objects of the user's imports.
+    # Otherwise the body's first objects would cause a collection of all objects of the user's imports.
     gc.collect()
     started = find_started()
     if asked:
@@ -84,16 +78,13 @@ def import_all(entries: Iterable[str]) -> dict[str, str]:
             if module == "prefect_gpu.child.prefect_context":
                 sys.modules[module].rehearse()
         except BaseException as error:
-            # Any exception: the body gets it again, in a process that has not imported half of the module.
+            # The body gets the exception again, in a process that has not imported half of the module.
             failed[entry] = f"{type(error).__name__}: {error}"
     return failed
 
 
 def find_started() -> str:
-    """Return which framework or driver was started; empty: none. Both read their configuration only once.
-
-    This function neither loads nor initialises a driver.
-    """
+    """Return which framework or driver was started; empty: none. Loads and initialises no driver."""
     for name, adapter in registry.ADAPTERS.items():
         if adapter.module not in sys.modules:
             continue
@@ -113,7 +104,7 @@ def become_task_process(late: Late) -> None:
 
     Raises:
         OSError: The folder does not exist.
-        ImportError: The task would now import other modules than those imported ahead.
+        ImportError: The task might import other modules than this process has imported.
     """
     _check_modules(late)
     _follow_parent()
@@ -139,7 +130,7 @@ def _check_modules(late: Late) -> None:
     if late.cwd and late.cwd != origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
     for name, path in origin.files.union(_users_files()):
-        # A missing file raises here too, since a process started now would not have it.
+        # A missing file raises here, since a process started now would not find it.
         if os.stat(path).st_mtime_ns >= origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
@@ -161,11 +152,10 @@ def _is_library(entry: str) -> bool:
 
 
 def _follow_parent() -> None:
-    """Take over the parent's umask and resource limits, as a process started now would."""
+    """Set the parent's umask and resource limits, as in a process started now; not without `/proc` (macOS)."""
     parent = os.getppid()
     umask = read_status(parent, "Umask")
     if not umask:
-        # Without `/proc` (macOS) they stay as at the start of this process.
         return
     os.umask(int(umask, 8))
     import resource

@@ -1,7 +1,7 @@
-"""Standbys on the nodes of a cluster: a flow announces its tasks, and each node keeps processes for them.
+"""Standbys on the nodes of a cluster.
 
-The node of a task is not known before placement, so every node is told the same numbers, at most four times a second.
-Each node decides how many standbys it keeps, as on one machine.
+A task's node is not known before placement, so all nodes are told the same numbers of expected tasks. Each node decides
+how many standbys it keeps, as on one machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ExpectedTasks:
             self._changed.add(kind)
 
     def take(self, everything: bool = False) -> tuple[Expect, ...]:
-        """Return the numbers that changed since the last call; `everything`: all that are not 0, for a new node."""
+        """Return the numbers that changed since the last call; `everything`: all except 0, for a new node."""
         with self._lock:
             kinds = set(self._counts) if everything else self._changed
             found = tuple(
@@ -56,7 +56,7 @@ class ExpectedTasks:
 
 
 class ClusterAnnouncement:
-    """A task that was submitted to a cluster, expected until its first process starts: the `Launcher` of all of them."""
+    """A task that was submitted to a cluster, expected until its first process starts: the `Launcher` of the task."""
 
     def __init__(
         self,
@@ -90,17 +90,16 @@ class ClusterAnnouncement:
 
 
 class NodeStandbys:
-    """The standbys of one flow on one node, in the pool of the node's broker. For one thread at a time."""
+    """The standbys of one flow on one node, in the pool of the node's broker. Any thread may use it."""
 
     def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
         self._pool = pool
         self._fresh = fresh
-        #: Most standbys on the node.
         self.most = 0
         self._lock = threading.Lock()
         #: Announcements of the expected tasks, by the flow's kind.
         self._announced: dict[Kind, list[Announcement]] = {}
-        #: Kinds with this node's environment, by the flow's kind. There are as many as a flow has kinds of tasks.
+        #: Kinds with this node's environment, by the flow's kind.
         self._here: dict[Kind, Kind] = {}
 
     def expect(self, command: Expect) -> None:
@@ -122,7 +121,7 @@ class NodeStandbys:
                 return self._fresh
             if announced := self._announced.get(expected.kind):
                 return announced.pop()
-            # The task was placed before the flow had announced it. A standby of an earlier task may wait.
+            # Placed before it was announced. A standby of an earlier task may wait.
             return self._announce(expected)
 
     def _announce(self, expected: Expect) -> Announcement:
@@ -133,7 +132,7 @@ class NodeStandbys:
         return self._pool.announce(here)
 
     def ready(self) -> Mapping[str, int]:
-        """Return how many standbys wait for a task, by the key of the flow's kind; kinds without any are left out."""
+        """Return how many standbys wait for a task, if any, by the key of the flow's kind."""
         found = self._pool.ready_by_kind
         with self._lock:
             return {kind.key: found[here] for kind, here in self._here.items() if found[here]}

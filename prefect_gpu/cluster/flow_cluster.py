@@ -21,24 +21,16 @@ from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Request
 
-#: Seconds to wait for a node's first reading.
 READING_S = 5.0
 
 
 def read_cluster(
     address: str, settings: NodeSettings
 ) -> tuple[tuple[DeviceSnapshot, ...], Mapping[str, str]]:
-    """Read the devices of all nodes once.
-
-    Args:
-        address: See `GPUTaskRunner`.
-        settings: See `FlowCluster`.
+    """Read the devices of all nodes once; see `FlowCluster`.
 
     Returns:
         A snapshot of each device, and the reason for each node that is set aside.
-
-    Raises:
-        DeviceError: There is no cluster at the address, or none of its nodes has a device.
     """
     cluster = Cluster(address, settings)
     with _at_the_root():
@@ -57,7 +49,7 @@ def read_cluster(
 
 @contextlib.contextmanager
 def _at_the_root() -> Iterator[None]:
-    """Connect from `/`: Ray's workers search the connecting program's folder first, which only a flow wants."""
+    """Connect from `/`: Ray's workers search the connecting program's folder first, which is for flows."""
     folder = working_folder()
     os.chdir("/")
     try:
@@ -87,13 +79,7 @@ def wanted_gpus(
 
 
 class FlowCluster:
-    """The connection of one runner to a cluster, from its first GPU task until `close`.
-
-    Args:
-        address: See `GPUTaskRunner`.
-        settings: Settings of each node's agent.
-        num_gpus: See `GPUTaskRunner`.
-        max_processes: Most processes at a time; `None`: as many as the nodes allow.
+    """The connection of one runner to a cluster, until `close`. Arguments are those of `GPUTaskRunner`.
 
     Raises:
         DeviceError: There is no cluster at the address, or none of its nodes has a device.
@@ -110,7 +96,6 @@ class FlowCluster:
         self._cluster.open()
         nodes = self._cluster.nodes
         known = nodes.all()
-        #: Places tasks on the devices of all nodes.
         self.broker = Broker(
             ClusterReader(nodes, known[0].facts.kind),
             Ledger(lambda: ClusterStore(nodes)),
@@ -126,7 +111,6 @@ class FlowCluster:
         self._max_tasks = settings.max_tasks_per_device or sys.maxsize
         self._cluster.watch(self.broker.give_up)
         self._cluster.wanted_gpus = self._wanted_gpus
-        #: Starts processes on the nodes of their placements.
         self.launcher = ClusterLauncher(nodes)
 
     def _wanted_gpus(self) -> list[int]:
@@ -134,7 +118,7 @@ class FlowCluster:
         return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Ask the nodes to keep a standby for a submitted task; its policy has no devices and no budget yet."""
+        """Ask the nodes to keep a standby for a submitted task, whose policy has no devices and no budget."""
         return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
 
     def close(self) -> None:

@@ -1,13 +1,11 @@
 """The nodes of a cluster from the flow's side: their devices, reservations and processes.
 
 `ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that includes other flows'
-reservations there, and `ClusterLauncher` starts processes on the node of a placement. `Nodes` gives all three their
-data, and knows agents only by the protocol `Agent`.
+reservations, and `ClusterLauncher` starts processes on the node of a placement. All three read `Nodes`.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import uuid
@@ -18,28 +16,8 @@ from functools import partial
 from typing import Any, Protocol
 
 from prefect_gpu.broker.ledger import Entry, Row, Written
+from prefect_gpu.cluster import wire
 from prefect_gpu.cluster.in_order import InOrder
-from prefect_gpu.cluster.wire import (
-    LOST_CODE,
-    Expect,
-    Kill,
-    Launch,
-    News,
-    NodeFacts,
-    ObjectStore,
-    Part,
-    PeaksKnown,
-    Release,
-    ResultArrived,
-    Send,
-    SharedResult,
-    ShareFiles,
-    Terminate,
-    can_share,
-    open_shared,
-    receive_result,
-    send_call,
-)
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
 from prefect_gpu.processes.launch_spec import (
@@ -48,6 +26,7 @@ from prefect_gpu.processes.launch_spec import (
     LaunchSpec,
     Listener,
     ValueArrived,
+    tell,
 )
 from prefect_gpu.scheduling.model import (
     Device,
@@ -55,13 +34,12 @@ from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     ModelBudgets,
     NodeReading,
+    Reading,
     Request,
 )
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
 from prefect_gpu.units import format_seconds
 from prefect_gpu.values.transport import MemoryFile, PackedValue
-
-logger = logging.getLogger(__name__)
 
 #: Seconds without news after which no task is placed on a node.
 SILENT_S = 2.0
@@ -70,9 +48,8 @@ SILENT_S = 2.0
 class Agent(Protocol):
     """The agent of one node, for the flow."""
 
-    def tell(self, commands: Sequence[Any]) -> None:
+    def tell(self, commands: Sequence[wire.Command]) -> None:
         """Send commands, in order; return at once. An agent that is gone ignores them."""
-        ...
 
 
 @dataclass(eq=False)
@@ -81,63 +58,51 @@ class Node:
 
     name: str
     agent: Agent
-    facts: NodeFacts
+    facts: wire.NodeFacts
     #: The flow runs on this node, so values of its tasks do not travel.
     near: bool = False
-    #: Last snapshots of the node's devices, unchanged.
-    snapshots: tuple[DeviceSnapshot, ...] = ()
-    host_available_bytes: int = 0
-    error: str = ""
+    reading: Reading = field(default_factory=lambda: Reading(0.0, (), 0))
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)
     live_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Difference of this process's clock to the node's in seconds: the least that was seen, without the transfer time.
+    #: Difference of this process's clock to the node's in seconds: the least, which includes the shortest transfer.
     ahead_s: float = float("inf")
     #: Peaks on simulated devices by process id, until they are read.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Numbers of waiting standbys, by the key of their kind.
     standbys: Mapping[str, int] = field(default_factory=dict)
 
-    def keep(self, snapshots: Sequence[DeviceSnapshot]) -> None:
-        """Keep new snapshots. A snapshot with unchanged figures does not replace the device's last one."""
-        last = {snapshot.device.uuid: snapshot for snapshot in self.snapshots}
-        self.snapshots = tuple(
-            known
-            if (known := last.get(new.device.uuid)) is not None
-            and replace(new, at_s=known.at_s) == known
-            else new
-            for new in snapshots
-        )
+    def keep(self, reading: Reading) -> None:
+        """Keep a new reading, with the last snapshots of devices whose figures are unchanged."""
+        last = {snapshot.device.uuid: snapshot for snapshot in self.reading.snapshots}
+        kept = []
+        for new in reading.snapshots:
+            known = last.get(new.device.uuid, new)
+            kept.append(known if replace(new, at_s=known.at_s) == known else new)
+        self.reading = replace(reading, snapshots=tuple(kept))
 
 
 class Nodes:
     """All nodes with devices, and the flow's processes there. Any thread may use it."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: wire.ObjectStore) -> None:
         self.store = store
         self._lock = threading.Lock()
         self._nodes: dict[str, Node] = {}
         self._children: dict[str, _Child] = {}
-        #: Called when other flows' reservations have changed.
-        self._on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
-
-    def watch_others(self, call: Callable[[str, Mapping[str, Entry]], None]) -> None:
-        """Set the function that is called with the entries of other flows on a node."""
-        self._on_others = call
+        #: Called with a node's name and the entries of other flows there.
+        self.on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
 
     def all(self) -> tuple[Node, ...]:
-        """Return the nodes: the flow's own first, the others in the order in which they joined.
-
-        Of devices that suit a task equally well, placement takes the first.
-        """
+        """Return the nodes: the flow's own first, since placement takes the first of equal devices, then by age."""
         with self._lock:
             return tuple(self._nodes.values())
 
     def join(self, node: Node) -> None:
         """Add a node; a node of the same name, whose agent was started again, leaves first."""
         self.leave(node.name, f"the agent of node {node.name} was started again")
-        if can_share(node.facts):
-            node.agent.tell([ShareFiles()])
+        if wire.can_share(node.facts):
+            node.agent.tell([wire.ShareFiles()])
         with self._lock:
             self._nodes[node.name] = node
             if node.near:
@@ -152,16 +117,12 @@ class Nodes:
                 del self._children[i]
         if node is None:
             return
-        self._on_others(name, {})
+        self.on_others(name, {})
         for each in lost.values():
-            each.lose(why)
+            each.order.take(partial(each.lose, why))
 
-    def start(self, name: str, launch: Launch, listener: Listener) -> Node:
-        """Start a process on a node.
-
-        Raises:
-            NodeRefusedError: The node is gone.
-        """
+    def start(self, name: str, launch: wire.Launch, listener: Listener) -> Node:
+        """Start a process on a node; raise `NodeRefusedError` if the node is gone."""
         with self._lock:
             node = self._nodes.get(name)
             if node is None:
@@ -175,26 +136,24 @@ class Nodes:
             raise
         return node
 
-    def take(self, name: str, news: News) -> None:
+    def take(self, name: str, news: wire.News) -> None:
         """Handle the news of a node."""
         now_s = time.monotonic()
         with self._lock:
             node = self._nodes.get(name)
             if node is None or node.facts.agent != news.agent:
                 return
-            if news.snapshots is not None:
+            if news.reading is not None:
                 # A reading may be old although the agent answers: a driver may hang.
-                node.heard_s = now_s - max(0.0, news.now_s - news.read_s)
-                node.keep(news.snapshots)
-                node.error = news.error
-                node.host_available_bytes = news.host_available_bytes
+                node.heard_s = now_s - max(0.0, news.now_s - news.reading.at_s)
+                node.keep(news.reading)
                 node.live_bytes = news.live_bytes
             if news.standbys is not None:
                 node.standbys = news.standbys
         if news.others is not None:
-            # Only the least: the last one would change with every message, and all entries with it.
+            # The least: with the last one, all entries would change with every message.
             node.ahead_s = min(node.ahead_s, now_s - news.now_s)
-            self._on_others(name, {i: _as_here(e, node.ahead_s) for i, e in news.others.items()})
+            self.on_others(name, {i: _as_here(e, node.ahead_s) for i, e in news.others.items()})
         for child, message in news.heard:
             self._hear(node, child, message)
 
@@ -205,29 +164,28 @@ class Nodes:
                 self._children.pop(child, None)
         if known is None:
             return
-        if isinstance(message, PeaksKnown):
+        if isinstance(message, wire.PeaksKnown):
             node.peaks[message.pid] = message.live_bytes, message.devices
-        elif isinstance(message, ResultArrived):
+        elif isinstance(message, (wire.SentResult, wire.SharedResult)):
             known.order.take(partial(self._fetch, child, known, message), slow=True)
         else:
-            known.take(message)
+            known.order.take(partial(known.pass_on, message))
 
-    def _fetch(self, name: str, child: _Child, arrived: ResultArrived) -> None:
+    def _fetch(self, name: str, child: _Child, result: wire.SentResult | wire.SharedResult) -> None:
         """Get a child's value, on a thread of its own."""
-        result = arrived.result
         try:
-            if isinstance(result, SharedResult):
-                value = open_shared(result)
+            if isinstance(result, wire.SharedResult):
+                value = wire.open_shared(result)
             else:
-                value = receive_result(result, self.store)
+                value = wire.receive_result(result, self.store)
         except Exception as error:  # noqa: BLE001 - a boundary: the task fails by it
             why = f"its value was lost on the way: {error}"
-            child.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+            child.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
             child.pass_on(ValueArrived(value))
         finally:
-            if isinstance(result, SharedResult):
-                child.node.agent.tell([Release(name)])
+            if isinstance(result, wire.SharedResult):
+                child.node.agent.tell([wire.Release(name)])
 
 
 @dataclass(eq=False)
@@ -238,24 +196,16 @@ class _Child:
     listener: Listener
     task_name: str
     order: InOrder = field(default_factory=InOrder)
-    #: Its first message has been passed on. Used in `order`, as `ended` is.
+    #: Whether the first, and the last message (`ChildExited`, `ChildRefused`) was passed on. Used in `order`.
     began: bool = False
-    #: Its last message has been passed on: `ChildExited` or `ChildRefused`.
     ended: bool = False
 
-    def take(self, message: Any) -> None:
-        """Pass a message on, after the messages before it."""
-        self.order.take(partial(self.pass_on, message))
-
     def lose(self, why: str) -> None:
-        """End the process, since its node is gone, after the messages that have come from there."""
-        self.order.take(partial(self._lose, why))
-
-    def _lose(self, why: str) -> None:
+        """End the process, whose node is gone. Called in `order`."""
         if self.began:
-            self.pass_on(ChildExited(LOST_CODE, "", killed_because=why))
+            self.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
-            # The process may have begun all the same, so the task is not placed again.
+            # The process may have begun, so the task is not placed again.
             how = "was lost before anything was heard of it"
             self.pass_on(ChildRefused(ChildDiedError(self.task_name, 0, how, why)))
 
@@ -265,25 +215,16 @@ class _Child:
             return
         self.began = True
         self.ended = isinstance(message, (ChildExited, ChildRefused))
-        _call(self.listener, message)
-
-
-def _call(listener: Listener, message: Any) -> None:
-    try:
-        listener(message)
-    except Exception:
-        logger.exception("a listener of a GPU task's process raised on %s", type(message))
+        tell(self.listener, message)
 
 
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
     """Return an entry with times of the flow's clock."""
-    return replace(
-        entry,
-        reservations=tuple(
-            replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s)
-            for r in entry.reservations
-        ),
+    reservations = (
+        replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s)
+        for r in entry.reservations
     )
+    return replace(entry, reservations=tuple(reservations))
 
 
 class ClusterReader(DeviceReader):
@@ -300,7 +241,7 @@ class ClusterReader(DeviceReader):
         return tuple(device for node in self._nodes.all() for device in node.facts.devices)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Return the last snapshot of each device; see `DeviceReader.read`. The nodes know their own `roots`."""
+        """Return the last snapshot of each device. The nodes know their own `roots`."""
         nodes = self._nodes.all()
         if not nodes:
             raise DeviceError("no node of the cluster with devices is left")
@@ -311,7 +252,7 @@ class ClusterReader(DeviceReader):
         """See `DeviceReader.nodes`."""
         return {
             node.name: NodeReading(
-                node.host_available_bytes, node.facts.max_processes, node.standbys
+                node.reading.host_available_bytes, node.facts.max_processes, node.standbys
             )
             for node in self._nodes.all()
         }
@@ -329,7 +270,7 @@ class ClusterReader(DeviceReader):
 
 def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
     silent_s = now_s - node.heard_s
-    snapshots, error = node.snapshots, node.error
+    snapshots, error = node.reading.snapshots, node.reading.error
     if silent_s > SILENT_S:
         error = f"node {node.name} has not answered for more than {format_seconds(SILENT_S)}"
     elif not snapshots and not error:
@@ -340,7 +281,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
 
 
 class NodeMemory(ProcessMemory):
-    """Memory of a process on a node, with a cap on each device (`None`: none). Simulated allocations are booked there."""
+    """Memory of a process on a node, where simulated allocations are booked; `budget_bytes`: `None` is no cap."""
 
     def __init__(self, kind: DeviceKind, node: Node, budget_bytes: Sequence[int] | None) -> None:
         super().__init__(kind)
@@ -380,7 +321,7 @@ class ClusterStore:
         self._rows: dict[str, Row] = {}
         #: Last entries of other flows, by node.
         self._others: dict[str, Mapping[str, Entry]] = {}
-        nodes.watch_others(self.take)
+        nodes.on_others = self.take
 
     def take(self, node: str, entries: Mapping[str, Entry]) -> None:
         """Store the current entries of other flows on a node."""
@@ -439,27 +380,26 @@ class ClusterLauncher:
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._sent: weakref.WeakKeyDictionary[MemoryFile, Part] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[MemoryFile, wire.Part] = weakref.WeakKeyDictionary()
         self._sends = threading.Lock()
 
     def start(
-        self, spec: LaunchSpec, listener: Listener, standby: Expect | None = None
+        self, spec: LaunchSpec, listener: Listener, standby: wire.Expect | None = None
     ) -> RemoteHandle:
-        """See `Launcher.start` and `Launch.standby`. A node that does not confirm the devices refuses with `NodeRefusedError`."""
+        """See `Launcher.start` and `Launch.standby`. A node without free devices refuses with `NodeRefusedError`."""
         assert spec.placement is not None, "it was placed"
-        # A calibration has no request: it uses its task's devices.
+        # A calibration has no request.
         placement, asked = spec.placement, spec.request
         with self._sends:
-            call = send_call(spec.call, self._nodes.store, self._sent)
+            call = wire.send_call(spec.call, self._nodes.store, self._sent)
         child = uuid.uuid4().hex
         policy = spec.prepare.policy
         exclusive = any(r.exclusive for r in placement.reservations)
-        # Whole devices of one model may have different free sizes. Only the least is asked for on each: no other task
-        # may be there.
+        # Whole devices of one model may differ in free memory. The least suffices: no other task may be there.
         held = placement.reservations[0]
         probe_fraction = 0.0
         if held.probe is not None:
-            # A task that takes its cap at once counts with the cap.
+            # A task that allocates its cap at once counts with the cap.
             at_once = held.probe.counts_bytes >= held.reserved_bytes
             probe_fraction = AT_ONCE_FRACTION if at_once else 1.0
         choose = min if exclusive else max
@@ -482,7 +422,7 @@ class ClusterLauncher:
             probe_fraction=probe_fraction,
             confirms_probe=held.probe is not None,
         )
-        launch = Launch(
+        launch = wire.Launch(
             child,
             request,
             replace(spec, call=PackedValue(bytearray())),
@@ -494,7 +434,7 @@ class ClusterLauncher:
         try:
             node = self._nodes.start(name, launch, listener)
         except NodeRefusedError as error:
-            _call(listener, ChildRefused(error))
+            tell(listener, ChildRefused(error))
             return RemoteHandle(None, child)
         return RemoteHandle(node, child)
 
@@ -506,18 +446,12 @@ class RemoteHandle:
         self._node = node
         self._child = child
 
-    def _tell(self, command: Any) -> None:
-        if self._node is not None:
-            self._node.agent.tell([command])
-
     def answer(self, message: Any) -> None:
         """See `ChildHandle.answer`."""
-        self._tell(Send(self._child, message))
-
-    def terminate(self) -> None:
-        """See `ChildHandle.terminate`."""
-        self._tell(Terminate(self._child))
+        if self._node is not None:
+            self._node.agent.tell([wire.Send(self._child, message)])
 
     def kill(self) -> None:
         """See `ChildHandle.kill`."""
-        self._tell(Kill(self._child))
+        if self._node is not None:
+            self._node.agent.tell([wire.Kill(self._child)])

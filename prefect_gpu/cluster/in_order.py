@@ -1,7 +1,7 @@
 """Steps that keep their order although some of them are slow.
 
-One thread passes on the messages of all children. A large value takes seconds to move and must not delay other
-children, so it is moved by a thread of its own, and later messages of the same child wait.
+One thread passes on the messages of all children. A large value takes seconds to move, so a thread of its own moves it,
+and only later messages of the same child wait.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ class InOrder:
     def take(self, step: Callable[[], object], slow: bool = False) -> None:
         """Run a step at once, or after the waiting steps; log its exceptions. A slow step gets a thread of its own."""
         with self._lock:
-            waiting = self._waiting
-            if waiting is not None:
-                waiting.append(step)
+            if self._waiting is not None:
+                self._waiting.append(step)
                 return
             if slow:
                 self._waiting = deque([step])
@@ -40,7 +39,6 @@ class InOrder:
         try:
             start_thread(self._run, "prefect-gpu-value")
         except CapacityError:
-            # Late, but in order.
             self._run()
 
     def _run(self) -> None:

@@ -1,9 +1,7 @@
 """Ray: the connection, the nodes, an agent on each node, and the object store.
 
-The only module that imports Ray. One thread (`prefect-gpu-cluster`) listens to all agents, lets nodes join and leave,
-and passes on their news. Another (`prefect-gpu-cluster-head`) asks the head for the nodes, since Ray blocks that call
-while the head does not answer. Ray does membership, transport, failure detection and the object store; placement and
-budgets are decided elsewhere.
+The only module that imports Ray. The thread `prefect-gpu-cluster` listens to all agents, and adds and removes nodes.
+The thread `prefect-gpu-cluster-head` asks the head for the nodes: Ray blocks that call while the head does not answer.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +24,7 @@ import psutil
 from prefect_gpu.cluster.expected import ExpectedTasks
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
-from prefect_gpu.cluster.wire import EndAll, NodeFacts
+from prefect_gpu.cluster.wire import Command, EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
@@ -44,18 +42,17 @@ EXPECT_S = 0.25
 #: Seconds in which the address of a cluster must accept a connection.
 CONNECT_S = 10.0
 
-#: Attempts of a client to connect while Ray's process for it dies at its start: the head forks it while threads of the
-#: head call gRPC (seen with Ray 2.60).
+#: Attempts of a client to connect: Ray's process for it may die at its start, since the head forks it while
+#: other threads call gRPC (seen with Ray 2.60).
 CLIENT_TRIES = 3
 
 #: Seconds until an agent that Ray is starting again is asked again.
 RESTART_S = 0.5
 
-#: Seconds after which Ray 2.60 ends a process that is connected to a cluster whose head does not answer.
+#: Seconds after which Ray 2.60 ends a process whose head does not answer.
 RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112 - Ray's own name
 
-#: Seconds without an answer of the head after which the cluster is given up: waiting tasks fail with the reason, and
-#: Prefect learns of it before Ray ends the process.
+#: Seconds without an answer of the head after which the cluster is given up: before Ray ends the process.
 HEAD_S = RAY_ENDS_S / 2
 
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
@@ -69,11 +66,7 @@ START_S = 60.0
 
 
 def import_ray() -> Any:
-    """Import Ray.
-
-    Raises:
-        DeviceError: Ray is not installed.
-    """
+    """Import Ray; raise `DeviceError` if it is not installed."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -109,8 +102,8 @@ def make_agent(settings: NodeSettings) -> NodeAgent:
 def visible_devices() -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` of this node; `None`: all of its devices.
 
-    Ray sets the variable to the actor's GPUs. Without any, all devices of the node's Ray process count: a machine may
-    have several such processes, each with devices of its own.
+    Ray sets the variable for actors with GPUs. For others, that of the node's own Ray process counts: a machine may
+    have several, with different devices.
     """
     given = import_ray().get_runtime_context().get_accelerator_ids().get("GPU", [])
     if given:
@@ -122,46 +115,38 @@ def visible_devices() -> str | None:
         return None
 
 
-class _Actor:
-    """The actor of an agent, as an `Agent`."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    def tell(self, commands: Sequence[Any]) -> None:
-        """See `Agent.tell`."""
-        try:
-            self.handle.tell.remote(commands)
-        except Exception:
-            # The actor or the connection is gone, which the listening thread notices.
-            logger.debug("an agent could not be told %s", commands, exc_info=True)
-
-
 @dataclass
 class _Member:
-    """One node of the cluster, as Ray knows it."""
+    """One node of the cluster, as Ray knows it: the `Agent` of a `Node`."""
 
     name: str
-    actor: _Actor
-    #: Ray's reference of the awaited answer: the facts, then the news.
+    actor: Any
+    #: Ray's reference of the awaited answer (facts, then news); `None`: no answer is awaited.
     waits_for: Any
     facts: NodeFacts | None = None
     #: The flow runs on this node.
     near: bool = False
-    #: Number of the last news.
     seen: int = 0
     #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
     asks_s: float | None = None
     #: Monotonic seconds when its devices joined the flow's.
     joined_s: float = float("inf")
 
+    def tell(self, commands: Sequence[Command]) -> None:
+        """See `Agent.tell`."""
+        try:
+            self.actor.tell.remote(commands)
+        except Exception:
+            # The actor or the connection is gone, which the listening thread notices.
+            logger.debug("an agent could not be told %s", commands, exc_info=True)
+
 
 class Cluster:
-    """The connection of one runner to a Ray cluster. Nothing is connected before `open`.
+    """The connection of one runner to a Ray cluster, from `open` to `close`.
 
     Args:
         address: An address as Ray knows it: `auto`, `host:port`, `ray://host:port`.
-        settings: Settings of each node's agent; the name in it is no node's.
+        settings: Settings of each node's agent, without the node's name.
         num_gpus: GPUs to reserve of each node in Ray's own count; `None`: none, and all devices are used.
     """
 
@@ -171,16 +156,14 @@ class Cluster:
         self._num_gpus = num_gpus
         self._ray = import_ray()
         self._connected_here = False
-        #: Ray's id of the flow's node; empty: the flow is a client outside the cluster.
-        self._own_id = ""
+        #: Ray's id of the flow's node; `None`: the flow is a client outside the cluster.
+        self._own_id: str | None = None
         self.nodes = Nodes(RayStore())
-        #: Expected tasks, for the nodes' standbys.
         self.expected = ExpectedTasks()
         self._expected_s = float("-inf")
-        #: Nodes by Ray's id.
         self._members: dict[str, _Member] = {}
-        #: Nodes that are set aside, with the reason.
-        self._aside: dict[str, str] = {}
+        #: Reasons of the nodes that are set aside, by name.
+        self.aside: dict[str, str] = {}
         #: The head's last answer about the nodes, until it is handled.
         self._told: Any = None
         #: Monotonic seconds of that answer.
@@ -222,10 +205,10 @@ class Cluster:
                     break
                 self._listen(0.5)
             if not self.nodes.all():
-                why = "; ".join(f"{name}: {why}" for name, why in self._aside.items())
+                why = "; ".join(f"{name}: {why}" for name, why in self.aside.items())
+                what = "no node of the cluster has a device for GPU tasks"
                 raise DeviceError(
-                    f"address={self._address!r}: no node of the cluster has a device for GPU tasks"
-                    + (f" ({why})" if why else "")
+                    f"address={self._address!r}: {what}" + (f" ({why})" if why else "")
                 )
             self._answered_s = self._checked_s = time.monotonic()
             self._threads.append(start_thread(self._ask_head, "prefect-gpu-cluster-head"))
@@ -235,15 +218,10 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Set the function called with the reason when all nodes are lost, before their processes count as killed."""
+        """Set the function for the reason when all nodes are lost, called before their processes count as killed."""
         self._on_lost = on_lost
         if self._lost:
             on_lost(self._lost)
-
-    @property
-    def aside(self) -> Mapping[str, str]:
-        """Reasons of the nodes that are set aside, by name."""
-        return dict(self._aside)
 
     def close(self) -> None:
         """End the agents and their processes, and the connection if it was made here."""
@@ -253,7 +231,7 @@ class Cluster:
         self._leave()
 
     def _leave(self) -> None:
-        # Without a connection Ray's functions make one, which waits for ever if the cluster is gone.
+        # Without a connection Ray's functions make one, perhaps waiting for ever.
         if not self._lost and self._ray.is_initialized():
             try:
                 self._ask_autoscaler((), ())
@@ -261,9 +239,8 @@ class Cluster:
                 logger.debug("the request to the autoscaler could not be withdrawn", exc_info=True)
             for member in self._members.values():
                 try:
-                    self._ray.kill(member.actor.handle)
+                    self._ray.kill(member.actor)
                 except Exception:
-                    # The connection is gone, and with it the agents.
                     logger.debug("an agent could not be ended", exc_info=True)
         self._members.clear()
         if self._connected_here:
@@ -271,11 +248,9 @@ class Cluster:
             if not self._lost:
                 self._ray.shutdown()
                 return
-            # Ray's shutdown waits for the head until Ray ends the process, also at the interpreter's exit.
+            # Ray's shutdown would wait for the head until Ray ends the process, here and at the interpreter's exit.
             atexit.unregister(self._ray.shutdown)
             start_thread(self._ray.shutdown, "prefect-gpu-cluster-end").join(DISCONNECT_S)
-
-    # The thread.
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -311,34 +286,32 @@ class Cluster:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
 
     def _ask_autoscaler(self, told: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Have an agent ask Ray's autoscaler for the used and wanted GPUs: a client of Ray cannot (Ray 2.60)."""
+        """Make an agent ask Ray's autoscaler for the used and wanted GPUs: a client of Ray cannot (Ray 2.60)."""
         if wanted or self._asked:
             members, used_s = dict(self._members), time.monotonic() - WAITED_S
             used = {i for i, each in members.items() if each.joined_s <= used_s}
             there = [each["Resources"].get("GPU", 0) for each in told if each["NodeID"] in used]
             # The agent that joined first: other agents may not have started.
-            agent = min(members.values(), key=lambda each: each.joined_s).actor.handle
+            agent = min(members.values(), key=lambda each: each.joined_s).actor
             self._asked = True
             asked = agent.ask_autoscaler.remote([*there, *wanted] if wanted else [])
             self._ray.get(asked, timeout=WAITED_S)
             self._asked = bool(wanted)
 
     def _find_lost(self) -> str:
-        """Return why the cluster will not answer any more; empty: it may answer."""
+        """Return why the cluster counts as lost; empty: it may answer."""
         if not self._ray.is_initialized():
             return f"the connection to the Ray cluster at address={self._address!r} is lost"
         now_s = time.monotonic()
         if now_s - self._checked_s > HEAD_S / 2:
-            # This process was stopped meanwhile.
+            # This process was stopped.
             self._answered_s = now_s
         self._checked_s = now_s
         # Ray's client has a limit of its own, after which it is disconnected.
         if now_s - self._answered_s < HEAD_S or self._ray.util.client.ray.is_connected():
             return ""
-        return (
-            f"the head of the Ray cluster at address={self._address!r} has not answered for "
-            f"{format_seconds(HEAD_S)}"
-        )
+        head = f"the head of the Ray cluster at address={self._address!r}"
+        return f"{head} has not answered for {format_seconds(HEAD_S)}"
 
     def _give_up(self, why: str) -> None:
         """End the processes on all nodes that can be reached, and start no more."""
@@ -347,7 +320,7 @@ class Cluster:
         self._on_lost(why)
         for member in self._members.values():
             if self._ray.is_initialized():
-                member.actor.tell([EndAll()])
+                member.tell([EndAll()])
             self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
@@ -383,21 +356,16 @@ class Cluster:
     def _start(self, node_id: str, name: str) -> _Member:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        handle = self._agent_class.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ).remote(
-            replace(
-                self._settings,
-                name=name,
-                inline_results=bool(self._ray.util.client.ray.is_connected()),
-            )
-        )
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        is_client = bool(self._ray.util.client.ray.is_connected())
+        settings = replace(self._settings, name=name, inline_results=is_client)
+        handle = self._agent_class.options(scheduling_strategy=strategy).remote(settings)
         near = node_id == self._own_id
-        return _Member(name, _Actor(handle), handle.facts.remote(), near=near)
+        return _Member(name, handle, handle.facts.remote(), near=near)
 
     @functools.cached_property
     def _agent_class(self) -> Any:
-        """The class of the actors: one for all nodes, since Ray sends a class once."""
+        """The class of all actors, which Ray sends once."""
         ray = self._ray
 
         class Agent:
@@ -443,7 +411,7 @@ class Cluster:
         for each in self._members.values():
             if each.asks_s is not None and time.monotonic() >= each.asks_s:
                 each.asks_s = None
-                each.waits_for = each.actor.handle.facts.remote()
+                each.waits_for = each.actor.facts.remote()
         waits = {member.waits_for: i for i, member in self._members.items() if member.waits_for}
         if not waits:
             self._closing.wait(limit_s)
@@ -461,7 +429,7 @@ class Cluster:
                 said = self._ray.get(reference)
             except Exception as error:
                 if self._find_lost():
-                    # Without a reason at the broker first, tasks of this node would be refused for want of it.
+                    # The broker must know the reason before the node's tasks are refused.
                     raise
                 self._lose(member, error)
                 continue
@@ -474,7 +442,7 @@ class Cluster:
                     continue
                 member.seen = said.number
                 self.nodes.take(member.name, said)
-                member.waits_for = member.actor.handle.listen.remote(member.seen)
+                member.waits_for = member.actor.listen.remote(member.seen)
 
     def _take_facts(self, member: _Member, facts: NodeFacts) -> None:
         problem = facts.problem
@@ -488,31 +456,26 @@ class Cluster:
         if problem:
             self._set_aside(member, problem)
             return
-        self._aside.pop(member.name, None)
+        self.aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
         member.joined_s = time.monotonic()
-        # Processes of an agent that was unreachable have been given up, and their tasks may run elsewhere now.
-        member.actor.tell([EndAll()])
-        self.nodes.join(Node(member.name, member.actor, facts, member.near))
+        # Processes of an agent that was unreachable have been given up.
+        member.tell([EndAll()])
+        self.nodes.join(Node(member.name, member, facts, member.near))
         if known := self.expected.take(everything=True):
-            member.actor.tell(known)
-        member.waits_for = member.actor.handle.listen.remote(0)
+            member.tell(known)
+        member.waits_for = member.actor.listen.remote(0)
 
     def _set_aside(self, member: _Member, problem: str) -> None:
-        if self._aside.get(member.name) != problem:
-            logger.log(
-                logging.DEBUG if problem == NO_DRIVER else logging.WARNING,
-                "node %s of the Ray cluster is set aside: %s",
-                member.name,
-                problem,
-            )
-        self._aside[member.name] = problem
-        # No answer of this agent is awaited.
+        if self.aside.get(member.name) != problem:
+            level = logging.DEBUG if problem == NO_DRIVER else logging.WARNING
+            logger.log(level, "node %s of the Ray cluster is set aside: %s", member.name, problem)
+        self.aside[member.name] = problem
         member.facts = member.facts or NodeFacts("", "", "nvml", (), 0, 0, problem)
         member.waits_for = None
 
     def _lose(self, member: _Member, error: Exception | None) -> None:
-        """End the processes of an agent that does not answer, and ask for its facts again: Ray starts it again."""
+        """End the processes of an agent that does not answer, and ask for its facts again, since Ray restarts it."""
         why = f"the agent of node {member.name} of the Ray cluster died"
         self.nodes.leave(member.name, why)
         text = "" if error is None else f": {str(error).strip().splitlines()[0][:300]}"
@@ -529,11 +492,11 @@ class Cluster:
             self._set_aside(member, f"its agent could not be started: {_last_line(cause)}")
             return
         logger.warning("%s%s", why, text)
-        member.waits_for = member.actor.handle.facts.remote()
+        member.waits_for = member.actor.facts.remote()
 
 
 def _connect(ray: Any, address: str) -> None:
-    """Connect this process to a cluster, or raise an error (Ray's or `OSError`); then another address can be tried."""
+    """Connect this process to a cluster, or raise an error (Ray's or `OSError`)."""
     _try_connection(address)
     for left in reversed(range(CLIENT_TRIES)):
         try:

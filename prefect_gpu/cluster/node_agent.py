@@ -1,11 +1,8 @@
 """The agent of one flow on one node of a cluster: the node's devices, ledger, launcher and guardian.
 
 The flow chooses devices by its last news of the node. The node's own broker, on the ledger of all flows of the
-machine, confirms the choice or refuses it. It then follows the process as on one machine: reservation, readings,
-recovery. Messages are passed on to the flow.
-
-The agent is an ordinary object, of which `membership` makes a Ray actor. Before its first launch it only reads the
-devices.
+machine, confirms the choice or refuses it, and then reserves, reads and releases as on one machine. `membership` makes
+a Ray actor of the agent. Before its first launch an agent only reads the devices.
 """
 
 from __future__ import annotations
@@ -24,35 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import assert_never
+
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
+from prefect_gpu.cluster import wire
 from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.in_order import InOrder
-from prefect_gpu.cluster.wire import (
-    LOST_CODE,
-    EndAll,
-    Expect,
-    Kill,
-    Launch,
-    News,
-    NodeFacts,
-    ObjectStore,
-    OpenFile,
-    PeaksKnown,
-    Release,
-    ResultArrived,
-    Send,
-    SentResult,
-    SharedResult,
-    ShareFiles,
-    Terminate,
-    receive_call,
-    send_result,
-    share_result,
-)
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.nvml import NvmlMissingError
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
@@ -73,14 +51,9 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.messages import (
-    Answered,
-    Asked,
-    BodyStarted,
-    CountersRead,
-)
+from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
 from prefect_gpu.processes.standby_pool import standby_pool
-from prefect_gpu.scheduling.model import DeviceSnapshot, Reading
+from prefect_gpu.scheduling.model import Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.standbys import most_by_default
@@ -95,7 +68,7 @@ CONFIRM_S = 2.0
 #: Seconds after which `listen` returns without news.
 LISTEN_S = 1.0
 
-#: Problem of a node without NVIDIA's driver: an ordinary node of a cluster, which deserves no warning.
+#: Problem of a node without NVIDIA's driver, which deserves no warning.
 NO_DRIVER = "it has no NVIDIA driver"
 
 #: Why no task of a cluster is suspended, as text for people.
@@ -122,23 +95,22 @@ class NodeSettings:
     argv: tuple[str, ...] = ()
     cwd: str = ""
     sys_path: tuple[str, ...] = ()
-    #: Results travel with the messages: a flow that is Ray's client waits for ever for objects stored by an actor (Ray
-    #: 2.60).
+    #: Results travel with the messages: a flow that is Ray's client never gets objects that an actor stored (Ray 2.60).
     inline_results: bool = False
 
 
 class _Hosted:
     """One process of the flow on this node."""
 
-    def __init__(self, launch: Launch) -> None:
-        self.launch: Launch | None = launch
+    def __init__(self, launch: wire.Launch) -> None:
+        self.launch: wire.Launch | None = launch
         self.ticket: Ticket | None = None
         self.memory: ProcessMemory | None = None
         self.handle: ChildHandle | None = None
         self.launched = threading.Event()
         self.pid: int | None = None
         self.order = InOrder()
-        #: The process was killed before its start.
+        #: The process is to be killed, perhaps before its start.
         self.killed = False
 
     def send(self, message: Any) -> None:
@@ -147,22 +119,23 @@ class _Hosted:
         assert self.handle is not None
         self.handle.answer(message)
 
+    def kill(self) -> None:
+        """Kill the process, or make `NodeAgent._start` do so."""
+        self.killed = True
+        if self.handle is not None:
+            self.handle.kill()
+
 
 class NodeAgent:
     """Serves one flow on one node. Any thread may call its methods.
 
-    Args:
-        settings: The flow's settings.
-        store: Keeps large values of calls and results.
-        visible: `CUDA_VISIBLE_DEVICES` of the node; `None`: all of its devices.
-        version: Version of this package.
-        launcher: Starts the processes.
+    `visible` is `CUDA_VISIBLE_DEVICES` of the node (`None`: all devices), `version` that of this package.
     """
 
     def __init__(
         self,
         settings: NodeSettings,
-        store: ObjectStore,
+        store: wire.ObjectStore,
         visible: str | None,
         version: str,
         launcher: Launcher | None = None,
@@ -179,10 +152,10 @@ class NodeAgent:
         #: Messages that are not acknowledged, with their numbers.
         self._heard: deque[tuple[int, str, Any]] = deque()
         self._reading: Reading | None = None
-        #: Number of the last change of the readings, or of other flows' entries.
+        #: Number of the last change of readings or other flows' entries.
         self._changed_at = 0
         self._others: dict[str, Entry] = {}
-        #: Numbers of waiting standbys by the key of their kind, and the number of the last change of these.
+        #: Numbers of waiting standbys by the key of their kind, and the number of their last change.
         self._ready: Mapping[str, int] = {}
         self._ready_at = 0
         self._hosted: dict[str, _Hosted] = {}
@@ -213,34 +186,36 @@ class NodeAgent:
             device.uuid: replace(device, host=self._name, in_cluster=True) for device in devices
         }
         if self._reader is not None and devices:
-            self._broker = Broker(
-                self._reader,
-                host_ledger(settings.ledger),
-                style=settings.placement,
-                max_tasks_per_device=settings.max_tasks_per_device,
-                headroom_bytes=settings.headroom_bytes,
-                # The node's broker confirms decisions of flows and does not know their priorities.
-                preempts=False,
-            )
-            self._broker.watch(self._take_reading)
-            most = most_by_default(count_cores(), self._broker.max_processes)
-            self._standbys.most = most if settings.standby is None else settings.standby
-            if self._standbys.most:
-                shared = shared_folder(settings.ledger)
-                standby_pool().open(self, self._standbys.most, self._broker, shared)
-        known = (
-            None if self._reader is None else self._reader.process_memory((), None).context_bytes
-        )
-        self._facts = NodeFacts(
+            self._open_broker(self._reader, settings)
+        reader, probe = self._reader, self._probe
+        context = None if reader is None else reader.process_memory((), None).context_bytes
+        self._facts = wire.NodeFacts(
             self._agent,
             version,
-            "nvml" if self._reader is None else self._reader.kind,
+            "nvml" if reader is None else reader.kind,
             tuple(self._devices.values()),
-            known or 0,
+            context or 0,
             0 if self._broker is None else self._broker.max_processes,
             problem,
-            None if self._probe is None else OpenFile(os.getpid(), self._probe.fileno()),
+            None if probe is None else wire.OpenFile(os.getpid(), probe.fileno()),
         )
+
+    def _open_broker(self, reader: DeviceReader, settings: NodeSettings) -> None:
+        self._broker = Broker(
+            reader,
+            host_ledger(settings.ledger),
+            style=settings.placement,
+            max_tasks_per_device=settings.max_tasks_per_device,
+            headroom_bytes=settings.headroom_bytes,
+            # The node's broker does not know the priorities of flows.
+            preempts=False,
+        )
+        self._broker.watch(self._take_reading)
+        most = most_by_default(count_cores(), self._broker.max_processes)
+        self._standbys.most = most if settings.standby is None else settings.standby
+        if self._standbys.most:
+            shared = shared_folder(settings.ledger)
+            standby_pool().open(self, self._standbys.most, self._broker, shared)
 
     def _make_probe(self) -> MemoryFile | None:
         try:
@@ -260,62 +235,43 @@ class NodeAgent:
             spec = replace(spec, simulated=spec.simulated.on_node(settings.name))
         return open_reader(spec, environ, shared=settings.ledger)
 
-    def facts(self) -> NodeFacts:
+    def facts(self) -> wire.NodeFacts:
         """Return the facts about the node that a flow needs."""
         return self._facts
 
-    def listen(self, seen: int, limit_s: float = LISTEN_S) -> News:
-        """Return the news, as soon as there are any.
+    def listen(self, seen: int, limit_s: float = LISTEN_S) -> wire.News:
+        """Return the news as soon as there are any, after `limit_s` in any case.
 
-        Args:
-            seen: Number of the last `News` that has arrived; its contents are dropped here.
-            limit_s: Seconds after which to return in any case.
+        `seen` is the number of the last `News` that has arrived; its contents are dropped here.
         """
-        until_s = time.monotonic() + limit_s
         with self._changed:
             while self._heard and self._heard[0][0] <= seen:
                 self._heard.popleft()
-            while not self._has_news(seen):
-                left_s = until_s - time.monotonic()
-                if left_s <= 0:
-                    break
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: self._heard or self._changed_at > seen, limit_s)
             return self._news(seen)
 
-    def _has_news(self, seen: int) -> bool:
-        if self._heard and self._heard[-1][0] > seen:
-            return True
-        return self._changed_at > seen
-
-    def _news(self, seen: int) -> News:
-        news = News(
-            self._agent,
-            self._number,
-            time.monotonic(),
-            tuple((child, message) for number, child, message in self._heard if number > seen),
-        )
+    def _news(self, seen: int) -> wire.News:
+        heard = tuple((child, message) for _, child, message in self._heard)
+        news = wire.News(self._agent, self._number, time.monotonic(), heard)
         reading = self._reading
         if reading is None:
             return news
-        live = {}
-        for hosted in self._hosted.values():
-            if hosted.pid is not None and hosted.memory is not None:
-                size = hosted.memory.live_bytes()
-                if size is not None:
-                    live[hosted.pid] = size
+        live = {
+            hosted.pid: size
+            for hosted in self._hosted.values()
+            if hosted.pid is not None and hosted.memory is not None
+            if (size := hosted.memory.live_bytes()) is not None
+        }
+        snapshots = (
+            replace(each, device=self._devices[each.device.uuid]) for each in reading.snapshots
+        )
         return replace(
             news,
-            snapshots=tuple(map(self._named, reading.snapshots)),
-            host_available_bytes=reading.host_available_bytes,
-            error=reading.error,
-            read_s=reading.at_s,
+            reading=replace(reading, snapshots=tuple(snapshots)),
             live_bytes=live,
             others=self._others,
             standbys=self._ready if self._ready_at > seen else None,
         )
-
-    def _named(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
-        return replace(snapshot, device=self._devices[snapshot.device.uuid])
 
     def _take_reading(self, reading: Reading) -> None:
         """Handle a reading of the node's devices, on the broker's thread."""
@@ -326,7 +282,7 @@ class NodeAgent:
             self._reading = reading
             alike = others == self._others and before is not None and is_alike(reading, before)
             if alike and ready == self._ready:
-                # It goes with the next news, a second later at most.
+                # The reading goes with the next news, at most a second later.
                 return
             self._number += 1
             self._changed_at, self._others = self._number, others
@@ -340,50 +296,33 @@ class NodeAgent:
             self._heard.append((self._number, child, message))
             self._changed.notify_all()
 
-    def tell(self, commands: Sequence[Any]) -> None:
+    def tell(self, commands: Sequence[wire.Command]) -> None:
         """Carry out commands of the flow, in order; returns at once."""
         for command in commands:
-            if isinstance(command, Expect):
-                self._standbys.expect(command)
-                continue
-            if isinstance(command, EndAll):
-                self._shared.clear()
-                self._end_all()
-                continue
-            if isinstance(command, ShareFiles):
-                self._shares = True
-                continue
-            if isinstance(command, Release):
-                self._shared.pop(command.child, None)
-                continue
-            if isinstance(command, Launch):
-                hosted = _Hosted(command)
-                with self._changed:
-                    self._hosted[command.child] = hosted
-                try:
-                    start_thread(
-                        partial(self._launch, hosted, command.child), "prefect-gpu-confirm"
-                    )
-                except CapacityError as error:
-                    self._forget(command.child)
-                    self._tell(command.child, ChildRefused(error))
-                continue
-            with self._changed:
-                known = self._hosted.get(command.child)
-            if known is None:
-                continue
-            if isinstance(command, Kill):
-                known.killed = True
-            # `None` before `_launch` sets it; `_launch` checks for a kill before that.
-            handle = known.handle
-            if handle is None:
-                continue
-            if isinstance(command, Kill):
-                handle.kill()
-            elif isinstance(command, Terminate):
-                handle.terminate()
-            elif isinstance(command, Send):
-                handle.answer(command.message)
+            match command:
+                case wire.Expect():
+                    self._standbys.expect(command)
+                case wire.EndAll():
+                    self._shared.clear()
+                    self._end_all()
+                case wire.ShareFiles():
+                    self._shares = True
+                case wire.Release(child):
+                    self._shared.pop(child, None)
+                case wire.Launch(child):
+                    self._take_launch(child, command)
+                case wire.Kill(child):
+                    with self._changed:
+                        hosted = self._hosted.get(child)
+                    if hosted is not None:
+                        hosted.kill()
+                case wire.Send(child, message):
+                    with self._changed:
+                        hosted = self._hosted.get(child)
+                    if hosted is not None and hosted.handle is not None:
+                        hosted.handle.answer(message)
+                case _:
+                    assert_never(command)
 
     def close(self) -> None:
         """End all processes."""
@@ -395,11 +334,17 @@ class NodeAgent:
         with self._changed:
             hosted = tuple(self._hosted.values())
         for each in hosted:
-            each.killed = True
-            if each.handle is not None:
-                each.handle.kill()
+            each.kill()
 
-    # One launch.
+    def _take_launch(self, child: str, launch: wire.Launch) -> None:
+        hosted = _Hosted(launch)
+        with self._changed:
+            self._hosted[child] = hosted
+        try:
+            start_thread(partial(self._launch, hosted, child), "prefect-gpu-confirm")
+        except CapacityError as error:
+            self._forget(child)
+            self._tell(child, ChildRefused(error))
 
     def _launch(self, hosted: _Hosted, child: str) -> None:
         launch, hosted.launch = hosted.launch, None
@@ -417,8 +362,8 @@ class NodeAgent:
             self._forget(child)
             self._tell(child, ChildRefused(error))
 
-    def _confirm(self, launch: Launch) -> Ticket:
-        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`: they are not free."""
+    def _confirm(self, launch: wire.Launch) -> Ticket:
+        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`."""
         assert self._broker is not None
         request = replace(launch.request, sequence=next_sequence())
         ticket = self._broker.submit(request)
@@ -428,15 +373,12 @@ class NodeAgent:
                 raise NodeRefusedError(self._name, sentence(reason))
         if ticket.error is not None:
             raise NodeRefusedError(self._name, str(ticket.error))
-        # A person suspends tasks by `prefect-gpu suspend` on the node's machine.
-        ticket.on_held_back = lambda away: self._refuse_suspension(ticket)
+        # For `prefect-gpu suspend` on the node's machine.
+        show = self._broker.show_suspension
+        ticket.on_held_back = lambda away: show(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
         return ticket
 
-    def _refuse_suspension(self, ticket: Ticket) -> None:
-        assert self._broker is not None
-        self._broker.show_suspension(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
-
-    def _start(self, hosted: _Hosted, child: str, launch: Launch, ticket: Ticket) -> None:
+    def _start(self, hosted: _Hosted, child: str, launch: wire.Launch, ticket: Ticket) -> None:
         assert self._broker is not None
         hosted.memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in ticket.devices), launch.budget_bytes
@@ -450,15 +392,15 @@ class NodeAgent:
         if hosted.killed:
             hosted.handle.kill()
 
-    def _spec(self, launch: Launch) -> LaunchSpec:
-        """Return the spec of the process here: with this node's environment, and folders that exist here."""
+    def _spec(self, launch: wire.Launch) -> LaunchSpec:
+        """Return the spec with this node's environment, and with folders that exist here."""
         spec = launch.spec
         policy = spec.prepare.policy
         here = child_environment(policy, registry.adapters_for(policy), os.environ)
         with self._receives:
             self._follow(spec.cwd, spec.sys_path)
             cwd, sys_path = working_folder(), import_paths()
-            call = receive_call(launch.call, self._store, self._kept)
+            call = wire.receive_call(launch.call, self._store, self._kept)
         return replace(
             spec,
             environment={**spec.environment, **here},
@@ -468,7 +410,7 @@ class NodeAgent:
         )
 
     def _follow(self, cwd: str, sys_path: Sequence[str]) -> None:
-        """Use the flow's folders as far as they exist here: standbys are started from here ahead of their tasks."""
+        """Use the flow's folders that exist here, from which standbys are started, too."""
         if cwd != working_folder() and os.path.isdir(cwd):
             os.chdir(cwd)
         paths = [path for path in sys_path if os.path.exists(path)]
@@ -497,7 +439,7 @@ class NodeAgent:
             if hosted.pid is not None:
                 peaks = memory.detach()
                 if peaks is not None:
-                    known = PeaksKnown(hosted.pid, *peaks)
+                    known = wire.PeaksKnown(hosted.pid, *peaks)
                     hosted.order.take(partial(self._tell, child, known))
             broker.end(ticket)
             self._forget(child)
@@ -506,18 +448,17 @@ class NodeAgent:
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
         """Make a value available to the flow, on a thread of its own."""
         try:
-            result: SentResult | SharedResult | None = None
-            if self._shares:
-                result = share_result(arrived.data)
+            result: wire.SentResult | wire.SharedResult | None
+            result = wire.share_result(arrived.data) if self._shares else None
             if result is not None:
                 self._shared[child] = arrived.data
             else:
-                result = send_result(arrived.data, None if self._inline else self._store)
+                result = wire.send_result(arrived.data, None if self._inline else self._store)
         except Exception as error:  # noqa: BLE001 - a boundary: the flow raises it
             why = f"its value could not be sent from node {self._name}: {error}"
-            self._tell(child, ChildExited(LOST_CODE, "", killed_because=why))
+            self._tell(child, ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
-            self._tell(child, ResultArrived(result))
+            self._tell(child, result)
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:

@@ -1,9 +1,8 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order: `Expect`, `Launch`, `Send`, `Terminate`, `Kill`, `EndAll`, `ShareFiles`, `Release`. An
-agent answers each `listen` with `News`. Messages of a child are passed on unchanged (`processes.messages`,
-`processes.launch_spec`), except values: their large parts go through an `ObjectStore` and are copied once on each side.
-Results of a node on the flow's own machine are not copied: the flow opens the child's memory files.
+A flow sends commands, in order (`Command`). An agent answers each `listen` with `News`. Messages of a child are passed
+on unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results of
+a node on the flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
+from prefect_gpu.scheduling.model import Device, DeviceKind, Reading, Request
 from prefect_gpu.values.transport import (
     VALUE,
     Frame,
@@ -42,20 +41,13 @@ class ObjectStore(Protocol):
     """Keeps large objects where every node can read them."""
 
     def put(self, data: memoryview) -> Any:
-        """Store bytes; return a reference that can be sent. They are kept for as long as a reference exists."""
-        ...
+        """Store bytes for as long as a reference to them exists; return a reference, which can be sent."""
 
     def get(self, reference: Any) -> memoryview:
-        """Return the bytes of a reference.
-
-        Raises:
-            Exception: The bytes are lost with the node that kept them.
-        """
-        ...
+        """Return the bytes of a reference; raise if they are lost with their node."""
 
     def holds(self, part: Any) -> bool:
         """Return whether a part is a reference of this store."""
-        ...
 
 
 #: Part of a value: its bytes, or a reference of an `ObjectStore`.
@@ -72,7 +64,7 @@ class SentCall:
 
 @dataclass(frozen=True, slots=True)
 class SentResult:
-    """A value from a child: the pickle, and its buffers."""
+    """A value from a child, sent in place of `ValueArrived`: the pickle, and its buffers."""
 
     stream: Part = field(repr=False)
     buffers: tuple[Part, ...] = field(default=(), repr=False)
@@ -86,11 +78,7 @@ class OpenFile:
     descriptor: int
 
     def open(self) -> MemoryFile:
-        """Open the file in this process.
-
-        Raises:
-            OSError: The other process is gone, is of another user or machine, or has no such memory file.
-        """
+        """Open the file in this process; raise `OSError` if the other process is gone, elsewhere or another user's."""
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
         # The path may belong to another process, on another machine or in another container.
         if not os.readlink(path).startswith("/memfd:"):
@@ -100,17 +88,10 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class SharedResult:
-    """A value in memory files that the agent has open until the flow says `Release`."""
+    """A value from a child, in memory files that the agent has open until the flow sends `Release`."""
 
     body: bytes = field(repr=False)
     files: tuple[OpenFile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ResultArrived:
-    """Stands for a `ValueArrived` on the way to the flow."""
-
-    result: SentResult | SharedResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +104,9 @@ class PeaksKnown:
     devices: int
 
 
-# From a flow to an agent.
-
-
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """A command of a flow: a number of tasks of a kind have been submitted and have no process yet."""
+    """Keep standbys: a number of tasks of a kind have been submitted and have no process yet."""
 
     kind: Kind
     #: Policy of the kind's tasks without devices and budget: the node computes its environment from it.
@@ -161,13 +139,6 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Terminate:
-    """Ask a child to end."""
-
-    child: str
-
-
-@dataclass(frozen=True, slots=True)
 class Kill:
     """Kill a child and all its processes."""
 
@@ -176,7 +147,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Kill all children: the flow does not know them any more."""
+    """Kill all children, which the flow has given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +162,7 @@ class Release:
     child: str
 
 
-# From an agent to a flow.
+Command: TypeAlias = Expect | Launch | Send | Kill | EndAll | ShareFiles | Release
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +197,8 @@ class News:
     now_s: float
     #: Messages by child, in order.
     heard: tuple[tuple[str, Any], ...] = ()
-    #: The newest reading; `None`: there is no new one.
-    snapshots: tuple[DeviceSnapshot, ...] | None = None
-    host_available_bytes: int = 0
-    #: Why the devices could not be read; empty: they could.
-    error: str = ""
-    #: Monotonic seconds of the node's clock when the devices were read.
-    read_s: float = 0.0
+    #: The newest reading, with times of the node's clock; `None`: there is no new one.
+    reading: Reading | None = None
     #: Bytes that processes have allocated on simulated devices, by process id.
     live_bytes: Mapping[int, int] = field(default_factory=dict)
     #: Requests of other flows that hold devices here, with times of the node's clock; `None`: unchanged.
@@ -241,19 +207,10 @@ class News:
     standbys: Mapping[str, int] | None = None
 
 
-# Values.
-
-
 def send_call(
     call: PackedValue, store: ObjectStore, sent: MutableMapping[MemoryFile, Part]
 ) -> SentCall:
-    """Return a call in the form in which it travels.
-
-    Args:
-        call: A call packed for a child.
-        store: Keeps large files.
-        sent: Parts for files of earlier calls: a file of several calls is stored once.
-    """
+    """Return a packed call as it is sent to a node; `sent` has the parts of files that earlier calls have stored."""
     for file in call.files:
         if file not in sent:
             memory = memoryview(file.map())
@@ -264,12 +221,7 @@ def send_call(
 def receive_call(
     call: SentCall, store: ObjectStore, kept: MutableMapping[Any, MemoryFile]
 ) -> PackedValue:
-    """Return a call in the form for a child.
-
-    Args:
-        call: The received call.
-        store: Has the large files.
-        kept: Files that were received before, by reference.
+    """Return a packed call for a child; `kept` has the files of earlier calls, by reference.
 
     Raises:
         OSError: There is no memory for the call.
@@ -288,7 +240,7 @@ def receive_call(
 
 
 def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
-    """Return a child's value in the form in which it travels; `store`: `None`: large parts travel with the message."""
+    """Return a child's value as it is sent to the flow; `store`: `None`: large parts are sent with the message."""
     stream, *buffers = (
         store.put(part) if store is not None and part.nbytes >= STORED_BYTES else part.tobytes()
         for part in (value.stream, *value.buffers)
@@ -297,11 +249,7 @@ def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
 
 
 def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
-    """Return a child's value, in memory of this process that may be written to.
-
-    Raises:
-        Exception: A stored part is lost.
-    """
+    """Return a child's value, in writable memory of this process; raise if a stored part is lost."""
     stream, *buffers = (
         _copied(store.get(part)) if store.holds(part) else memoryview(bytearray(part))
         for part in (result.stream, *result.buffers)
@@ -318,12 +266,7 @@ def share_result(value: ReceivedValue) -> SharedResult | None:
 
 
 def open_shared(result: SharedResult) -> ReceivedValue:
-    """Return a child's value in the child's memory, which is copied where it is written to.
-
-    Raises:
-        OSError: The agent is gone.
-        ProtocolError: The files do not match the value.
-    """
+    """Return a child's value in the child's memory, copied on write; raise `OSError` if the agent is gone."""
     return unpack(Frame(VALUE, bytearray(result.body), tuple(f.open() for f in result.files)))
 
 
@@ -338,9 +281,8 @@ def can_share(facts: NodeFacts) -> bool:
 
 
 def _copied(data: memoryview) -> memoryview:
-    """Return a copy in memory that may be written to: 300 MB in 0.09 s with huge pages, 0.18 s in a `bytearray`."""
+    """Return a writable copy: 300 MB in 0.09 s with huge pages, 0.18 s in a `bytearray`."""
     copy = mmap.mmap(-1, data.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Linux only.
     if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
         with contextlib.suppress(OSError):
             copy.madvise(advice)

@@ -20,10 +20,7 @@ _NOT_USERS = (
 
 
 def crashed_at(stderr_tail: str) -> str:
-    """Return the innermost user's line of a crash, as in `train (script.py:12)`; empty: unknown.
-
-    Any other file's innermost line is returned if no file of the user's is among the frames.
-    """
+    """Return the user's innermost line of a crash, or else any file's, as in `train (script.py:12)`; empty: unknown."""
     found = _CRASHED.search(stderr_tail)
     if found is None:
         return ""

@@ -1,11 +1,9 @@
 """Fork servers, from the parent's side: `start_method="forkserver"`.
 
-A fork server is a process that has imported libraries and is forked for each task. `ForkServer` is one server,
-`ForkServerPool` chooses the server of each task. The server's own code is in `prefect_gpu.child.preload`.
-
-One pool serves all runners of a Python process; its servers end with the last runner. A task gets a fresh
-interpreter instead if its environment differs in variables read at import (`frameworks.adapter`), or if its
-server fails.
+A fork server is a process that has imported libraries and is forked for each task; its own code is in `child.preload`.
+One pool serves all runners of a Python process, and its servers end with the last runner. A task gets a fresh
+interpreter instead if its environment differs in variables read at import (`frameworks.adapter`), or if its server
+fails.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from prefect_gpu.processes.standby_kind import Kind
 
 logger = logging.getLogger(__name__)
 
-#: Script that a fork server's interpreter runs.
 PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
 
 #: Seconds that a server may take to fork, and to report an end; more is a hang.
@@ -76,7 +73,6 @@ _ALWAYS = (
 #: (tests/process/test_fork_server.py).
 TESTED = ("prefect", "numpy", "torch")
 
-#: Reasons for which other libraries are refused.
 REFUSED = {
     "tensorflow": "it starts threads as it is imported, which a fork does not have",
     "jax": "it starts threads as it is first used, and says itself that a fork of it may hang",
@@ -84,11 +80,7 @@ REFUSED = {
 
 
 def check_modules(names: Iterable[str]) -> None:
-    """Make sure that a fork server may import some libraries.
-
-    Raises:
-        PolicyError: A library is not known to survive a fork.
-    """
+    """Raise `PolicyError` if one of some libraries is not known to survive a fork."""
     for name in sorted(names):
         root = name.partition(".")[0]
         if root not in TESTED and root != "prefect_gpu":
@@ -104,15 +96,11 @@ class ForkServer:
     """One fork server, which imports `modules` in this order. Safe to use from several threads, which wait.
 
     Raises:
-        OSError: The system refuses to start a process.
-        CapacityError: The system refuses to start a thread.
+        OSError: The system refuses to start a process (`CapacityError`: a thread).
     """
 
     def __init__(
-        self,
-        modules: tuple[str, ...],
-        sys_path: tuple[str, ...],
-        environment: Mapping[str, str],
+        self, modules: tuple[str, ...], sys_path: tuple[str, ...], environment: Mapping[str, str]
     ) -> None:
         self.environment = dict(environment)
         #: Marks the server and its forks, for the guardian.
@@ -121,12 +109,10 @@ class ForkServer:
         self.problem = ""
         #: Modules whose import failed, and why; forks try again.
         self.failed: Mapping[str, str] = {}
-        #: The server has forked at least once.
         self.served = False
-        #: The imports did not end. Those of another server would not end either.
+        #: The imports did not end, and would not end in another server.
         self.hung = False
         self._lock = threading.Lock()
-        #: The server has reported that it can be forked.
         self._ready = False
         # Keeps message boundaries. When the last copy of this end closes, the server ends.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -147,28 +133,24 @@ class ForkServer:
     def wait_ready(self, timeout_s: float) -> str:
         """Wait until the server has imported its modules; return why it cannot fork, or an empty text."""
         with self._lock:
-            if not self._ready and not self.problem:
-                try:
-                    self._wait_for_answer(self._control, timeout_s)
-                    told = json.loads(self._control.recv(1 << 16))
-                except TimeoutError:
-                    self.hung = True
-                    self._give_up(f"it has imported for more than {timeout_s:g} s")
-                except (OSError, ValueError):
-                    self._give_up("its process ended as it imported")
-                else:
-                    self.failed, self.problem = told["failed"], told["problem"]
-                    for name, reason in self.failed.items():
-                        logger.debug("the fork server could not import %s: %s", name, reason)
-                    self._ready = True
+            if self._ready or self.problem:
+                return self.problem
+            try:
+                self._wait_for_answer(self._control, timeout_s)
+                told = json.loads(self._control.recv(1 << 16))
+            except TimeoutError:
+                self.hung = True
+                self._give_up(f"it has imported for more than {timeout_s:g} s")
+            except (OSError, ValueError):
+                self._give_up("its process ended as it imported")
+            else:
+                self.failed, self.problem, self._ready = told["failed"], told["problem"], True
+                for name, reason in self.failed.items():
+                    logger.debug("the fork server could not import %s: %s", name, reason)
             return self.problem
 
     def fork(self, request: SpawnRequest) -> ForkedProcess:
-        """Fork a process: a `Spawner`.
-
-        Raises:
-            OSError: The folder does not exist, or the server is gone, does not answer, or cannot fork.
-        """
+        """Fork a process: a `Spawner`. Raises `OSError` if the server cannot fork, or the folder does not exist."""
         if request.cwd and not os.path.isdir(request.cwd):
             raise FileNotFoundError(errno.ENOENT, "no such folder", request.cwd)
         with self._lock:
@@ -211,7 +193,7 @@ class ForkServer:
                 self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
             if not received:
-                # The system refused, or has no descriptor left. The server stays alive for its other forks.
+                # The system refused, or has no descriptor left. Later forks may succeed.
                 raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
         return ForkedProcess(self, int(said), received[0], reply, *streams)
@@ -225,12 +207,11 @@ class ForkServer:
             with self._lock:
                 self._give_up(f"it did not report an end within {ANSWER_S:g} s")
         except (OSError, ValueError):
-            # The server is gone.
-            pass
+            logger.debug("a fork server ended before its fork")
         return UNKNOWN_CODE
 
     def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
-        """Wait for an answer, or raise `TimeoutError`; kill a stopped server, for which the launcher would wait."""
+        """Wait for an answer, or raise `TimeoutError`. A stopped server, which would block the launcher, is killed."""
         poll, deadline = select.poll(), time.monotonic() + timeout_s
         poll.register(answer, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:
@@ -247,7 +228,7 @@ class ForkServer:
     def forget(self) -> None:
         """In a fork of the parent: close all resources of the server."""
         self._control.close()
-        # The server is no child of the fork: nothing to wait for, or to warn of.
+        # No child of the fork: nothing to wait for.
         self.process.returncode = 0
 
     def close(self) -> None:
@@ -286,17 +267,13 @@ def _pass_on(stream: IO[bytes]) -> None:
     """Print a server's output, such as warnings of its imports."""
     with stream:
         while data := stream.read(1 << 16):
-            # A standard error that is closed, or missing (`pythonw`), must not stop a server that prints.
+            # A closed or missing standard error must not stop a server that prints.
             with contextlib.suppress(Exception):
                 sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
 
 
 class ForkedProcess:
-    """A fork, as the launcher knows processes (`interpreter.Process`).
-
-    The server reaps a fork as soon as it ends. So the launcher sees the end by a descriptor that the fork opened on
-    itself, not by the process id.
-    """
+    """A fork: a `Process`. Its server reaps it, so the end shows by a pidfd that the fork opened, not by the id."""
 
     def __init__(
         self, server: ForkServer, pid: int, pidfd: int, reply: socket.socket, *streams: IO[bytes]
@@ -310,7 +287,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def open_pidfd(self) -> int:
-        """Return the descriptor that the process opened on itself; to be called once."""
+        """See `Process.open_pidfd`; to be called once."""
         return self._pidfd
 
     def poll(self) -> int | None:
@@ -338,7 +315,6 @@ class ForkServerPool:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        #: Runners that may want forks.
         self._owners: set[object] = set()
         self._servers: dict[Kind, ForkServer] = {}
         #: Servers that failed before their first fork.
@@ -361,7 +337,6 @@ class ForkServerPool:
 
     def announce(self, kind: Kind) -> ForkLauncher:
         """Start the server of a task's kind, if there is none; return the launcher of the task."""
-        # Use of Prefect makes no difference: each server imports it.
         kind = replace(kind, always=tuple(m for m in kind.always if m not in _ALWAYS), users=())
         self.server(kind)
         return ForkLauncher(self, self._launcher, kind)
@@ -424,23 +399,23 @@ class ForkLauncher:
         server = self._pool.server(self._kind)
         while server is not None and server.wait_ready(READY_S):
             server = self._pool.server(self._kind)
-        if server is not None:
-            changes = late_changes(
-                server.environment,
-                environment_with(spec.environment),
-                registry.ADAPTERS.values(),
-                cpus_stated=self._kind.cpus_stated,
-            )
-            if changes is not None:
-                return self._launcher.start(spec, listener, server.fork)
-        return self._launcher.start(spec, listener)
+        if server is None or not self._suits(server, spec):
+            return self._launcher.start(spec, listener)
+        return self._launcher.start(spec, listener, server.fork)
+
+    def _suits(self, server: ForkServer, spec: LaunchSpec) -> bool:
+        environment, adapters = environment_with(spec.environment), registry.ADAPTERS.values()
+        changes = late_changes(
+            server.environment, environment, adapters, cpus_stated=self._kind.cpus_stated
+        )
+        return changes is not None
 
     def retract(self) -> None:
         """Do nothing: no fork server is kept for a single task."""
 
 
 def _modules(kind: Kind) -> tuple[str, ...]:
-    """Return the modules that a server imports: of libraries only those known to survive a fork."""
+    """Return the modules that a server imports, of libraries only `TESTED`."""
     extra = [m for m in kind.always if m not in _ALWAYS]
     # Nearly every body uses numpy, and it is not a framework.
     if importlib.util.find_spec("numpy") is not None:

@@ -1,15 +1,13 @@
 """The guardian: a small process that kills every child process when the parent is gone.
 
-The parent starts the guardian and tells it of each child (`Guardian`). The guardian runs this file as a script with
-`-I -S` and the standard library only, so that it starts fast and stays small: nothing else of this package is
-imported here, and imports for the parent's side alone are inside functions.
+The parent starts the guardian and registers each child with it (`Guardian`). The guardian runs this file as a script
+with `-I -S` and the standard library only, so that it starts fast and stays small. It reads lines `+PID TOKEN` and
+`-PID` from standard input. Only the parent holds the other end of that pipe, so a closed pipe means a dead parent. The
+guardian then kills the process group of every registered child, and the processes that these children started
+elsewhere (`find_strays`).
 
-The guardian reads lines `+PID TOKEN` and `-PID` from standard input. Only the parent holds the other end of that
-pipe, so a closed pipe means a dead parent. The guardian then kills the process group of every registered child, and
-the processes that these children started elsewhere (`find_strays`).
-
-`PR_SET_PDEATHSIG` would not do: it fires when the *thread* that started the child ends, so it kills children of a
-living parent, and it does not reach grandchildren. `launcher` decides which children exist.
+`PR_SET_PDEATHSIG` is no substitute: it fires when the *thread* that started the child ends, and does not reach
+grandchildren. `launcher` decides which children exist.
 """
 
 from __future__ import annotations
@@ -37,13 +35,8 @@ _PR_SET_PDEATHSIG = 1
 #: Most searches for processes to kill; each follows a search that found new processes.
 _MOST_SEARCHES = 20
 
-#: Lifetime in seconds from which a guardian that ends is replaced at once.
-_LIVED_S = 1.0
-
-#: Seconds until a guardian that ended sooner is replaced, doubled for each such end in a row: a guardian that cannot
-#: start must not be started all the time, and the children need one.
-_FIRST_DELAY_S = 0.1
-_LONGEST_DELAY_S = 5.0
+#: Least seconds between two starts of a guardian: a guardian that cannot start must not be started all the time.
+_RESTART_S = 0.5
 
 
 # Tokens of children, and the processes that carry them.
@@ -60,10 +53,9 @@ def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
 def find_strays(children: Mapping[int, str]) -> list[int]:
     """Return the ids of processes that belong to some children (process id to token).
 
-    A process belongs to a child if it is in the child's session, or if the environment of its last exec carries the
-    child's token anywhere in its path of tokens. A fork that opened a session of its own is found by its environment
-    only: `/proc` shows that of the last exec, which for a process of the fork server is the server's. Nothing is found
-    without `/proc` (macOS), nor where its process ids differ (`unshare --pid` without a mount of its own).
+    A process belongs to a child if it is in the child's session, or if the environment of its last exec has the child's
+    token in its path of tokens. (For a fork of the fork server, `/proc` shows the server's environment.) Nothing is
+    found without `/proc` (macOS), nor where its process ids differ (`unshare --pid` without a mount of its own).
     """
     tokens = {token.encode() for token in children.values()}
     try:
@@ -93,32 +85,31 @@ def _belongs(pid: int, children: Mapping[int, str], tokens: set[bytes]) -> bool:
 
 def kill_group(pid: int) -> None:
     """Kill the process group that `pid` leads, if it still exists."""
+    _kill(os.killpg, pid)
+
+
+def _kill(function: Callable[[int, int], None], pid: int) -> None:
     try:
-        os.killpg(pid, signal.SIGKILL)
+        function(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass
 
 
 def kill_strays(children: Mapping[int, str]) -> None:
-    """Kill every process that belongs to `children` (process id to token), in whatever session.
-
-    The search is repeated until it finds nothing new: a process may start another one meanwhile.
-    """
+    """Kill every process that belongs to `children` (process id to token), in whatever session."""
     killed: set[int] = set()
+    # A process may start another one during a search.
     for _ in range(_MOST_SEARCHES):
         found = set(find_strays(children)) - killed
         if not found:
             return
         for pid in found:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                continue
+            _kill(os.kill, pid)
         killed |= found
 
 
 def kill_all(children: Mapping[int, str]) -> None:
-    """Kill the groups of `children` (process id to token), then all other processes that belong to them."""
+    """Kill the groups of `children` (process id to token), then all their other processes."""
     for pid in children:
         kill_group(pid)
     if children:
@@ -152,7 +143,7 @@ def main() -> None:
 
 
 def continue_at_parents_end() -> None:
-    """Make the kernel continue this process, should it be stopped, when the parent ends (Linux)."""
+    """Make the kernel continue this process, if it is stopped, when the parent ends (Linux)."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -162,12 +153,7 @@ def continue_at_parents_end() -> None:
 
 
 def obey(line: str, children: dict[int, str]) -> None:
-    """Carry out one line: `+PID TOKEN` adds a child, `-PID` removes it.
-
-    Raises:
-        ValueError: The line is malformed.
-        IndexError: The line is malformed.
-    """
+    """Add a child (`+PID TOKEN`) or remove it (`-PID`); raise `ValueError` or `IndexError` for a malformed line."""
     words = line.split()
     pid = int(words[0])
     # The group of process 1 or 0 is never a child's.
@@ -195,20 +181,14 @@ class Guardian:
     ) -> None:
         self._selector = selector
         self._children = children
-        #: `None`: there was no child yet, or the guardian ended and was not replaced yet.
+        #: `None`: there was no child yet, or the guardian has ended and has no replacement yet.
         self.process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
-        #: Guardians in a row that ended at once, or could not be started.
-        self._ended_early = 0
         #: Monotonic seconds at which `replace` is to be called; `None`: no replacement is due.
         self.due_s: float | None = None
 
     def ensure(self) -> None:
-        """Start the guardian if it does not run, and register all living children with it.
-
-        Raises:
-            OSError: The system refuses to start a process.
-        """
+        """Start the guardian if it does not run, and register all living children; raise `OSError` if that fails."""
         if self.process is not None and self.process.poll() is None:
             return
         self.close()
@@ -232,8 +212,7 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
-            # Without an outer child's token: the outer guardian must be able to end this process, and must leave the
-            # children of this process to this guardian.
+            # Without an outer child's token, by which an outer guardian would kill this process before its children.
             env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
             cwd="/",
         )
@@ -247,11 +226,7 @@ class Guardian:
         self.due_s = None
 
     def replace(self) -> None:
-        """Start another guardian if one ended, its delay is over, and a child lives.
-
-        Raises:
-            OSError: The system refuses to start a process; `due_s` says when to call again.
-        """
+        """Start another guardian if a replacement is due and a child lives; raise `OSError` if that fails."""
         if self.due_s is None or time.monotonic() < self.due_s:
             return
         self.due_s = None
@@ -259,7 +234,7 @@ class Guardian:
             self.ensure()
 
     def tell(self, line: str) -> None:
-        """Inform the guardian that a child exists (`+PID TOKEN`) or has ended (`-PID`)."""
+        """Send the guardian a line; see `obey`."""
         if self.process is None or self.process.stdin is None:
             return
         try:
@@ -267,18 +242,15 @@ class Guardian:
         except (OSError, ValueError):
             taken = 0
         if not taken:
-            # The guardian was killed or stopped.
             self._replace_later()
 
     def close(self) -> None:
-        """End the guardian, and no child. Another guardian may be started after that."""
+        """End the guardian, but no child. Another guardian may be started afterwards."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
-            try:
+            # A guardian that ended before its first line is not registered.
+            if process.stdin in self._selector.get_map():
                 self._selector.unregister(process.stdin)
-            except KeyError:
-                # The guardian ended before its first line.
-                pass
             # A guardian that is only stopped would see its pipe close once it continues, and kill living children.
             process.kill()
             process.wait()
@@ -293,17 +265,8 @@ class Guardian:
 
     def _replace_later(self) -> None:
         """Note that the guardian has ended, takes no more lines, or could not be started."""
-        now_s = time.monotonic()
         self.close()
-        self._ended_early = 0 if now_s - self._started_s >= _LIVED_S else self._ended_early + 1
-        self.due_s = now_s + replacement_delay_s(self._ended_early)
-
-
-def replacement_delay_s(ended_early: int) -> float:
-    """Return the seconds until a guardian is replaced, after so many in a row that ended at once."""
-    if not ended_early:
-        return 0.0
-    return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(ended_early - 1, 10))
+        self.due_s = max(time.monotonic(), self._started_s + _RESTART_S)
 
 
 if __name__ == "__main__":

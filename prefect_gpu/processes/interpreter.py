@@ -1,8 +1,6 @@
-"""Start of a child process: the request, the protocol of a process, and a fresh interpreter.
+"""The start of a fresh interpreter like this one, and the state that it gets from this one.
 
-`launcher` knows a child's process only by the protocol `Process`. `start_interpreter` starts a fresh interpreter
-like this one; `fork_server` forks instead. This module also reads the flags, paths and folder of this interpreter,
-and the `InterpreterState` that a child gets. Messages to the process are the business of `launcher`.
+`launcher` knows a child's process only by the protocol `Process`. `fork_server` forks a process instead.
 """
 
 from __future__ import annotations
@@ -17,16 +15,15 @@ import re
 import signal
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any, Protocol, cast
 
 from prefect_gpu.frameworks.hooks import AfterImport
 
-#: Script that a child's interpreter runs.
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
 
@@ -36,9 +33,7 @@ class SpawnRequest:
 
     #: Shown by `ps` after the interpreter and the script; not for a fork.
     title: str
-    #: Descriptor of the child's end of its channel.
     channel: int
-    #: The whole environment of the process.
     environment: Mapping[str, str]
     #: Folder to start in; empty: the parent's.
     cwd: str
@@ -50,37 +45,27 @@ class Process(Protocol):
     @property
     def pid(self) -> int:
         """Process id, which is also the id of the session and of the process group."""
-        ...
 
     @property
     def stdout(self) -> IO[bytes] | None:
         """Reading end of the standard output."""
-        ...
 
     @property
     def stderr(self) -> IO[bytes] | None:
         """Reading end of the standard error."""
-        ...
 
-    #: Exit code after `wait`; negative: number of the signal that ended the process. A fork of the parent sets it,
-    #: since the fork must not wait for a process that is not its child.
+    #: Exit code after `wait`; negative: number of the signal that ended the process. Set in a fork of the parent, which
+    #: must not wait for a process that is not its child.
     returncode: int | None
 
     def open_pidfd(self) -> int | None:
-        """Open a descriptor that becomes readable when the process ends; the caller closes it.
-
-        Returns:
-            The descriptor; `None`: the system has no such descriptors, or none left.
-        """
-        ...
+        """Open a descriptor that becomes readable when the process ends; `None`: the system has none (left)."""
 
     def poll(self) -> int | None:
         """Return the exit code; `None`: the process has not ended."""
-        ...
 
     def wait(self) -> int:
         """Wait for the end of the process and return its exit code."""
-        ...
 
 
 #: Starts a process. Runs on the launcher's thread; raises if the process cannot be started.
@@ -99,19 +84,10 @@ class Interpreter(subprocess.Popen[bytes]):
 
 
 def start_interpreter(request: SpawnRequest) -> Interpreter:
-    """Start a fresh interpreter by exec, with the flags of this one: a `Spawner`.
-
-    Raises:
-        OSError: The system refuses, or the folder does not exist.
-    """
+    """Start a fresh interpreter by exec, with the flags of this one: a `Spawner`. May raise `OSError`."""
+    script = str(BOOTSTRAP), str(request.channel), request.title
     return Interpreter(
-        [
-            sys.executable,
-            *interpreter_flags(),
-            str(BOOTSTRAP),
-            str(request.channel),
-            request.title,
-        ],
+        [sys.executable, *interpreter_flags(), *script],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -148,7 +124,7 @@ def working_folder() -> str:
 def environment_with(
     changes: Mapping[str, str | None], base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return an environment with some variables set, or removed (`None`); `base`: `None` is that of this process."""
+    """Return `base` (`None`: the environment of this process) with some variables set, or removed (`None`)."""
     changed = {**(os.environ if base is None else base), **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
@@ -162,16 +138,12 @@ _FIRST_FILTERS = tuple(warnings.filters)
 
 @dataclass(frozen=True, slots=True)
 class InterpreterState:
-    """State that a program sets in its interpreter after the start. The process of each task gets the same.
-
-    Plain data: unpickling it imports no class or module of the user's.
-    """
+    """State that a program sets in its interpreter, for its tasks. Unpickling it imports no user code."""
 
     #: Key of `multiprocessing`: proxies of a `Manager` need it to open their connections.
     authkey: bytes = field(repr=False)
     #: Name of the process in `multiprocessing` and log records.
     process_name: str
-    #: Start method of `multiprocessing`; `None`: none was set.
     start_method: str | None
     #: Values of limits, by the ends of names in `_LIMITS`.
     limits: Mapping[str, float]
@@ -179,11 +151,10 @@ class InterpreterState:
     filters: tuple[WarningFilter, ...]
     #: Loggers with a level, or with `propagate` or `disabled` changed.
     loggers: tuple[LoggerState, ...]
-    #: Level that `logging.disable` has set.
     disabled_level: int
     #: The process and its children ignore SIGINT, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False
-    #: Numbers of the signals that the threads block, which children inherit; processes of a cluster block SIGINT.
+    #: Numbers of the signals that the threads block; processes of a cluster block SIGINT.
     blocked_signals: frozenset[int] = frozenset()
     #: PyTorch's strategy to share tensors between processes (workers of a `DataLoader`); `None`: not imported.
     tensor_sharing: str | None = None
@@ -199,9 +170,7 @@ class InterpreterState:
             authkey=bytes(process.authkey),
             process_name=process.name,
             start_method=multiprocessing.get_start_method(allow_none=True),
-            limits={
-                end: getattr(sys, f"get{end}")() for end in _LIMITS if hasattr(sys, f"get{end}")
-            },
+            limits={e: getattr(sys, f"get{e}")() for e in _LIMITS if hasattr(sys, f"get{e}")},
             filters=tuple(filter(None, map(WarningFilter.of, tuple(warnings.filters)))),
             loggers=tuple(LoggerState.read_all()),
             disabled_level=logging.root.manager.disable,
@@ -216,15 +185,13 @@ class InterpreterState:
         process.authkey = self.authkey
         process.name = self.process_name
         if self.start_method is not None:
-            # As the default, not as the choice: a module may choose a method at its import here, which is allowed once
-            # in a process.
+            # As the default: a module may still choose a method at its import, which is allowed once in a process.
             context = cast(Any, multiprocessing.get_context.__self__)  # type: ignore[attr-defined]
             context._default_context = multiprocessing.get_context(self.start_method)
         for end, limit in self.limits.items():
             # Python on another node may lack a limit, and a limit may be below the depth of this call.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
-
         if self.tensor_sharing is not None:
             AfterImport({"torch.multiprocessing": self._share_tensors}).install()
 
@@ -234,7 +201,7 @@ class InterpreterState:
             sys.modules["torch.multiprocessing"].set_sharing_strategy(self.tensor_sharing)
 
     def apply_before_body(self) -> None:
-        """Apply the state that imports would change: in the flow's process, modules were imported before it was set."""
+        """Apply the state that imports could change: in the flow's process, it was set after the imports."""
         logging.disable(self.disabled_level)
         for logger in self.loggers:
             logger.apply()
@@ -317,10 +284,9 @@ class WarningFilter:
 
 
 class _NamedCategory(type):
-    """Class of a category that is known by name: the class of that name may come later, or by value.
+    """Class of a category that is known by name, since its class may be imported later or travel by value.
 
-    A filter that raises does not affect the warnings of a module's import: in the flow's process, the module may
-    have been imported before the filter was set.
+    If `raises`, warnings during imports do not match: in the flow's process, imports came before the filter.
     """
 
     name: tuple[str, str]
@@ -336,16 +302,9 @@ def _named_category(module: str, name: str, raises: bool) -> _NamedCategory:
 
 
 # Libraries send filters to processes of their own.
-copyreg.pickle(
-    _NamedCategory,
-    lambda each: (_named_category, (*each.name, each.raises)),
-)
+copyreg.pickle(_NamedCategory, lambda each: (_named_category, (*each.name, each.raises)))
 
 
 def _is_importing() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "importlib._bootstrap":
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(None)
+    return any(f.f_globals.get("__name__") == "importlib._bootstrap" for f, _ in frames)

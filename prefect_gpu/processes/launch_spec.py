@@ -1,13 +1,11 @@
-"""What a child is started from, the events of its process, and the protocol of launchers.
+"""Specs from which children are started, the events of their processes, and the protocol of launchers.
 
-A `LaunchSpec` is a value that could travel to another machine; a `Launcher` makes a process of it. The protocol
-needs no process id, and no descriptors except those of memory files, whose bytes a launcher on another machine would
-send (`transport.pack` can pack without memory files). The launcher of this machine is in `launcher`; the messages of
-a child are in `messages`.
+`launcher` starts processes on this machine, `cluster.flow_side` on nodes. `messages` has the messages of a child.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,22 +14,23 @@ from prefect_gpu.processes.messages import Message, Prepare
 from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.values.transport import PackedValue, ReceivedValue
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """All that is needed to start the process of a task."""
+    """All that is needed to start the process of a task. The spec can be sent to another machine."""
 
     task_name: str
     #: Variables to set in the child's environment, or to remove (`None`).
     environment: Mapping[str, str | None]
     prepare: Prepare
-    #: The pickled `messages.Call`.
     call: PackedValue
-    #: Working folder of the parent, as are the next two.
+    #: The parent's working folder, arguments and paths.
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
-    #: The task's devices and what it asked for: a launcher of another machine has them confirmed there.
+    #: Devices and request of the task, which a launcher of another machine has confirmed there; `None`: unknown.
     placement: Placement | None = None
     request: Request | None = None
 
@@ -49,7 +48,6 @@ class WarmSpec:
 
     #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
     modules: tuple[str, ...]
-    #: The whole environment of the process.
     environment: Mapping[str, str]
     cwd: str = ""
     argv: tuple[str, ...] = ()
@@ -58,11 +56,9 @@ class WarmSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """A process exists. Its id is for measurements on its own host, not for signals.
+    """A process exists. Sent again if the first process was a standby that ended before it accepted the task."""
 
-    It comes a second time if the first process was a standby that ended before it accepted the task.
-    """
-
+    #: For measurements on the process's own host, not for signals.
     pid: int
 
 
@@ -86,7 +82,6 @@ class ChildExited:
 
     #: Exit code; negative: the number of the signal that ended it.
     code: int
-    #: End of its standard error.
     stderr_tail: str
     #: The stream of messages ended inside a message.
     truncated: bool = False
@@ -100,20 +95,22 @@ Heard = ChildStarted | ChildRefused | ValueArrived | ChildExited | Message
 Listener = Callable[[Heard], None]
 
 
+def tell(listener: Listener, message: Heard) -> None:
+    """Call a listener; log its exceptions."""
+    try:
+        listener(message)
+    except Exception:
+        logger.exception("a listener of a GPU task's process raised on %s", type(message))
+
+
 class ChildHandle(Protocol):
     """Handle of one child, for its owner."""
 
     def answer(self, message: Any) -> None:
         """Send a message to the child; it is dropped if the child has ended."""
-        ...
-
-    def terminate(self) -> None:
-        """Ask the child to end."""
-        ...
 
     def kill(self) -> None:
         """Kill the child and every process that it started."""
-        ...
 
 
 class Launcher(Protocol):
@@ -125,7 +122,6 @@ class Launcher(Protocol):
         Raises:
             CapacityError: The launcher cannot run; the listener is not called.
         """
-        ...
 
 
 class AnnouncedTask(Launcher, Protocol):
@@ -133,4 +129,3 @@ class AnnouncedTask(Launcher, Protocol):
 
     def retract(self) -> None:
         """Keep no process for the task any longer; without effect once a process was started for it."""
-        ...

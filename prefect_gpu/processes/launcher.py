@@ -1,8 +1,7 @@
 """The launcher of this machine: one thread that starts children and carries their messages.
 
-All children are started from one long-lived thread, each as a process in a session of its own. The same thread reads
-and writes their channels and standard streams without blocking, and notices when they end. Which child is started,
-and the meaning of its messages, is decided elsewhere.
+The thread starts each child in a session of its own, reads and writes channels and standard streams without blocking,
+and notices when a child ends. `runner` decides which child is started, and what its messages mean.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
 import resource
 import selectors
-import signal
 import socket
 import threading
 import time
@@ -46,23 +43,16 @@ from prefect_gpu.processes.launch_spec import (
     Listener,
     ValueArrived,
     WarmSpec,
+    tell,
 )
-from prefect_gpu.processes.messages import (
-    Accepted,
-    BodyEnded,
-    BodyStarted,
-    Late,
-    Warmed,
-)
+from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Late, Warmed
 from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import Frame, FrameReader, MemoryFile
 
-#: Seconds that a child may take to end once its value has arrived. Enough for libraries to shut down (chosen, not
-#: measured), and a limit for a thread that would never return.
+#: Seconds that a child may take to end once its value has arrived. Chosen, not measured: libraries shut down meanwhile.
 EXIT_GRACE_S = 5.0
 
-#: Seconds that a child may live after it has closed its channel without a value.
 SILENT_GRACE_S = 1.0
 
 #: Seconds between two checks for ended children where the system has no `pidfd_open` (macOS).
@@ -85,35 +75,26 @@ class Handle:
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
-        #: The child; replaced if a standby ends before the body of its task begins. For the launcher's thread only.
+        #: Replaced if a standby ends before the body of its task begins. For the launcher's thread only.
         self.child = child
 
     def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
-        """Assign a task to a standby. Only once.
+        """Assign a task to a standby, only once, and return the task's handle, which replaces the standby's.
 
-        Args:
-            spec: The task's. If the standby ends before the body has begun, a fresh process is started from it.
-            late: Changes since the standby was started.
-            listener: Called with `ChildStarted` first, and once more if a fresh process is started.
-
-        Returns:
-            The handle of the task; the standby's handle is of no use any longer.
+        If the standby ends before the body has begun, a fresh process is started from `spec`, and the listener gets
+        another `ChildStarted`. `late` has the changes since the standby was started.
         """
         handle = Handle(self._launcher, self.child)
         self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
         return handle
 
     def answer(self, message: Any) -> None:
-        """Send a message to the child; it is dropped if the child has ended."""
+        """See `ChildHandle.answer`."""
         data = memoryview(messages.encode(message))
         self._launcher.call(lambda: self._launcher.send(self.child, data))
 
-    def terminate(self) -> None:
-        """Ask the child to end."""
-        self._launcher.call(lambda: self._launcher.signal_child(self.child, signal.SIGTERM))
-
     def kill(self) -> None:
-        """Kill the child and every process that it started."""
+        """See `ChildHandle.kill`."""
         self._launcher.call(lambda: self._launcher.kill_child(self.child))
 
 
@@ -125,7 +106,7 @@ class LaunchedChild:
     ) -> None:
         #: `None` once the process was started, since a call may be large.
         self.spec: LaunchSpec | WarmSpec | None = spec
-        #: How the process is started; `None`, or after a failure: in the launcher's default way.
+        #: Starts the process; `None`, or after a failure: the launcher's default does.
         self.spawn = spawn
         self.listener = listener
         #: The task that a standby was given, until its body has begun.
@@ -139,8 +120,8 @@ class LaunchedChild:
         self.outgoing: deque[tuple[memoryview, tuple[MemoryFile, ...]]] = deque()
         self.frames = FrameReader()
         self.value_arrived = False
-        #: The owner of the handle has killed the child, or asked it to end.
-        self.asked_to_end = False
+        #: The owner of the handle has killed the child.
+        self.unwanted = False
         self.killed = False
         self.killed_because = ""
         #: Monotonic seconds at which the child is killed if it still lives, and the reason then.
@@ -148,11 +129,7 @@ class LaunchedChild:
         self.deadline_reason = ""
 
     def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
-        """Make the channel and start the process.
-
-        Raises:
-            Exception: No process can be started; the caller closes opened descriptors.
-        """
+        """Make the channel and start the process; after an exception the caller closes opened descriptors."""
         while self.process is None:
             self.channel, theirs = socket.socketpair()
             with theirs:
@@ -166,9 +143,12 @@ class LaunchedChild:
                         raise
                     logger.debug("a GPU task gets a fresh interpreter: %s", error)
                     self.spawn = None
-                    # A process that was started in spite of the error must not get the other's messages: it sees its
-                    # channel close, and ends.
+                    # A process that was started in spite of the error sees its channel close, and ends.
                     self.channel.close()
+
+    def kill_in(self, seconds: float, why: str) -> None:
+        """Set the deadline."""
+        self.deadline, self.deadline_reason = time.monotonic() + seconds, why
 
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
         """Add bytes to send, and memory files that go with the first piece."""
@@ -185,36 +165,24 @@ class LaunchedChild:
     def drop_files(self) -> None:
         """Close the memory files that were not sent yet, or came with an incomplete frame."""
         self.outgoing.clear()
-        # The state of the reader stays: it tells whether the stream ended inside a frame.
+        # The reader's state stays: whether the stream ended inside a frame.
         self.frames.drop_files()
 
 
 @dataclass(frozen=True, slots=True)
 class GivenTask:
-    """A task that was given to a standby and not accepted yet."""
+    """A task that was given to a standby and whose body has not begun."""
 
-    #: Needed if the standby ends before it accepts the task.
+    #: A fresh process is started from it if the standby ends early.
     spec: LaunchSpec
     listener: Listener
-    #: Handle of the task.
     handle: Handle
     #: The standby's listener: called when the standby has accepted the task, or has ended before.
     standby_listener: Listener
 
 
-def tell(listener: Listener, message: Any) -> None:
-    """Call a listener; log its exceptions."""
-    try:
-        listener(message)
-    except Exception:
-        logger.exception("a listener of a GPU task's process raised on %s", type(message))
-
-
 class ProcessLauncher:
-    """Starts children on this machine, by default as fresh interpreters, from a thread that starts with the first child.
-
-    In a fork of the parent, the launcher starts again without children.
-    """
+    """Starts children on this machine. A fork of the parent has a launcher without children."""
 
     def __init__(
         self,
@@ -233,7 +201,6 @@ class ProcessLauncher:
         self._commands: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        #: Resources that the thread waits on.
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
         #: Tokens of further processes that the guardian kills, by process id.
@@ -245,18 +212,12 @@ class ProcessLauncher:
     def start(
         self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
     ) -> Handle:
-        """Start a child; `listener` is called with `ChildStarted` or `ChildRefused` first.
+        """Start a child; a standby sends `Warmed` and then waits for `Handle.give`. See `Launcher.start`.
 
-        A standby then sends `Warmed` and waits for `Handle.give`.
-
-        Args:
-            spec: Spec of a task or of a standby.
-            listener: Called with the child's messages, on the launcher's thread.
-            spawn: Starts this process; `None`, or after a failure: the launcher's default.
+        `spawn` starts this process; `None`, or after a failure: the launcher's default does.
 
         Raises:
-            CapacityError: The launcher's thread cannot be started, or has no descriptor left to wait on;
-                the next call tries again.
+            CapacityError: No thread, or no descriptor for it, is left; the next call tries again.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
@@ -274,11 +235,16 @@ class ProcessLauncher:
         return Handle(self, child)
 
     def guard(self, pid: int, token: str) -> None:
-        """Register a process that the guardian kills with the children; an empty token removes it.
+        """Have the guardian kill a process with the children, from the first child on; an empty token removes it."""
 
-        The registration has effect from the first child on.
-        """
-        self.call(functools.partial(self._guard, pid, token))
+        def register() -> None:
+            if token:
+                self._guarded[pid] = token
+                self._guardian.tell(f"+{pid} {token}")
+            elif self._guarded.pop(pid, None):
+                self._guardian.tell(f"-{pid}")
+
+        self.call(register)
 
     def call(self, command: Callable[[], None]) -> None:
         """Call a function on the launcher's thread, soon."""
@@ -286,13 +252,10 @@ class ProcessLauncher:
         self._wake()
 
     def _wake(self) -> None:
-        if self._thread is None:
-            return
-        try:
-            self._wake_in.send(b"!")
-        except OSError:
+        if self._thread is not None:
             # Full: the thread is about to wake anyway. Closed: the thread has ended.
-            return
+            with contextlib.suppress(OSError):
+                self._wake_in.send(b"!")
 
     def _open(self) -> None:
         """Open the resources that the thread waits on; a launcher without children holds no descriptor."""
@@ -324,12 +287,11 @@ class ProcessLauncher:
             self._reset()
 
     def _forget(self) -> None:
-        """In a fork: close the parent's descriptors, so that the guardian notices its end, and start without children."""
+        """In a fork: close the parent's descriptors, or the guardian would not notice the parent's end."""
         if self._thread is None:
             self._reset()
             return
-        # Closed by number, not by the selector or a buffer: the kernel's set of watched files is shared with the
-        # parent, and a lock may have been held at the fork.
+        # The selector is not asked: the kernel's set of watched files is shared with the parent.
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
@@ -339,7 +301,7 @@ class ProcessLauncher:
             if child.output is not None:
                 child.output.close_in_fork()
             if child.process is not None:
-                # The process is no child of the fork: nothing to wait for, or to warn of.
+                # No child of the fork: nothing to wait for.
                 child.process.returncode = 0
         self._guardian.forget()
         self._own.close()
@@ -351,7 +313,7 @@ class ProcessLauncher:
         while True:
             key = None
             for key, mask in self._selector.select(self._longest_wait_s()):
-                self._attempt(functools.partial(key.data, mask))
+                self._attempt(key.data, mask)
             # The key refers to a child, and so to the value of a task, which must not stay until the next event.
             del key
             while self._commands:
@@ -361,10 +323,10 @@ class ProcessLauncher:
                 return
 
     @staticmethod
-    def _attempt(step: Callable[[], None]) -> None:
-        """Take one step; log its exceptions, so that other children are still served."""
+    def _attempt(step: Callable[..., None], *arguments: Any) -> None:
+        """Call a function; log its exceptions, so that other children are still served."""
         try:
-            step()
+            step(*arguments)
         except Exception:
             logger.exception("the launcher of GPU tasks met an error; it goes on")
 
@@ -390,11 +352,9 @@ class ProcessLauncher:
         return max(0.0, min(waits)) if waits else None
 
     def _drain_wakes(self, mask: int) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
-        except BlockingIOError:
-            return
 
     def _check_children(self) -> None:
         """Handle deadlines, held back output and ends, which no event of a descriptor announces."""
@@ -410,16 +370,9 @@ class ProcessLauncher:
             if child.deadline is not None and now >= child.deadline:
                 child.deadline = None
                 self.kill_child(child, child.deadline_reason)
-            if child.pidfd is None and child.process is not None:
-                if child.process.poll() is not None:
-                    self._finish(child)
-
-    def _guard(self, pid: int, token: str) -> None:
-        if token:
-            self._guarded[pid] = token
-            self._guardian.tell(f"+{pid} {token}")
-        elif self._guarded.pop(pid, None):
-            self._guardian.tell(f"-{pid}")
+            process = child.process
+            if child.pidfd is None and process is not None and process.poll() is not None:
+                self._finish(child)
 
     # Starting a child, or giving a task to a standby.
 
@@ -440,7 +393,7 @@ class ProcessLauncher:
     def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
         assert spec is not None
-        # First the steps that can fail because of the spec: then there is no process to undo.
+        # First all that can fail because of the spec: then there is no process to undo.
         warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
@@ -452,7 +405,7 @@ class ProcessLauncher:
         child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
         process = child.process
         assert process is not None and child.channel is not None
-        # Before the child gets any input: until then the child does nothing, and ends if its channel closes.
+        # Before the child gets any input, without which it does nothing and ends when its channel closes.
         self._guardian.tell(f"+{process.pid} {child.token}")
         child.channel.setblocking(False)
         child.pidfd = process.open_pidfd()
@@ -470,18 +423,16 @@ class ProcessLauncher:
         """Undo the start of a child that failed half way."""
         self._close_pidfd(child)
         self._close_channel(child)
-        process = child.process
-        if process is not None:
-            guardian.kill_group(process.pid)
-            process.wait()
-            self._guardian.tell(f"-{process.pid}")
-            for stream in (process.stdout, process.stderr):
-                if stream is not None:
-                    unwatch(self._selector, stream)
-                    stream.close()
+        if child.process is not None:
+            guardian.kill_group(child.process.pid)
+            child.process.wait()
+            self._guardian.tell(f"-{child.process.pid}")
+            for stream in filter(None, (child.process.stdout, child.process.stderr)):
+                unwatch(self._selector, stream)
+                stream.close()
 
     def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
-        """Assign a task to a standby, see `Handle.give`. The launcher's thread only."""
+        """See `Handle.give`. The launcher's thread only."""
         child = handle.child
         task = GivenTask(spec, listener, handle, child.listener)
         if child not in self._children or child.killed or child.process is None:
@@ -490,15 +441,14 @@ class ProcessLauncher:
         try:
             prepare = messages.encode(replace(spec.prepare, late=late))
         except Exception:
-            # A part of the message cannot be pickled; the fresh process is refused with the same error.
+            # It cannot be pickled; the fresh process is refused with the same error.
             self.kill_child(child)
             self._start_over(task)
             return
         child.task, child.listener = task, listener
         tell(child.listener, ChildStarted(child.process.pid))
         child.queue_call(prepare, spec)
-        # At once: the launcher's next command may start a process, which takes as long as the whole rest of this task's
-        # start.
+        # At once: the next command may start a process, which takes as long as the rest of this task's start.
         self._write(child)
 
     def _start_over(self, task: GivenTask) -> None:
@@ -506,8 +456,6 @@ class ProcessLauncher:
         child = LaunchedChild(task.spec, task.listener)
         task.handle.child = child
         self._launch(child)
-
-    # The channel.
 
     def _watch_channel(self, child: LaunchedChild) -> None:
         if child.channel is None:
@@ -533,7 +481,6 @@ class ProcessLauncher:
 
     def _write(self, child: LaunchedChild) -> None:
         if child.channel is None:
-            # The end of the child was noticed in the same turn.
             return
         try:
             while child.outgoing:
@@ -544,7 +491,6 @@ class ProcessLauncher:
                 else:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
-            # The rest is sent when the socket, which is watched below, has room again.
             pass
         except ProtocolError as error:
             self._refuse(child, error, "it could not be sent its call")
@@ -570,8 +516,8 @@ class ProcessLauncher:
             except (EOFError, OSError):
                 self._close_channel(child)
                 if not child.value_arrived and child.deadline is None:
-                    child.deadline = time.monotonic() + self._silent_grace_s
-                    child.deadline_reason = "it closed its channel to the parent and lived on"
+                    why = "it closed its channel to the parent and lived on"
+                    child.kill_in(self._silent_grace_s, why)
         return child.channel is not None
 
     def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
@@ -593,8 +539,8 @@ class ProcessLauncher:
             # Unpacked at once, so that the value's files are closed in any case.
             value = transport.unpack(frame)
             child.value_arrived = True
-            child.deadline = time.monotonic() + self._exit_grace_s
-            child.deadline_reason = f"it had not ended {self._exit_grace_s:g} s after its value"
+            grace_s = self._exit_grace_s
+            child.kill_in(grace_s, f"it had not ended {grace_s:g} s after its value")
             tell(child.listener, ValueArrived(value))
             return
         message = messages.decode(frame.body)
@@ -607,23 +553,15 @@ class ProcessLauncher:
         if not isinstance(message, Accepted):
             tell(child.listener, message)
 
-    # The end of a child.
-
-    def signal_child(self, child: LaunchedChild, signum: int) -> None:
-        """Send a signal to a child's group, if it lives. The launcher's thread only."""
-        if child in self._children and child.process is not None:
-            child.asked_to_end = True
-            try:
-                os.killpg(child.process.pid, signum)
-            except (ProcessLookupError, PermissionError):
-                return
-
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
-        """Kill a living child and all its processes; `because`: a reason of the launcher's own. Launcher's thread only."""
+        """Kill a child and all its processes. For the launcher's thread only.
+
+        `because`: why the launcher does so by its own decision; empty: the owner of the handle asks for it.
+        """
         if child not in self._children or child.process is None:
             return
         if not because:
-            child.asked_to_end = True
+            child.unwanted = True
         if not child.killed:
             child.killed_because = because
         child.killed = True
@@ -633,8 +571,8 @@ class ProcessLauncher:
         """Read the last output of a child that has ended, kill its remaining processes, and call its listener."""
         assert child.process is not None
         self._close_pidfd(child)
-        # Before the wait, so that no other process has its id or its group's. (A fork was reaped already, and so was
-        # any process where there is no pidfd, but only now: see docs/decisions.md.)
+        # Before the wait, so that no other process has its id. (Forks and, where there is no pidfd, all processes were
+        # reaped a moment ago: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:
@@ -651,8 +589,8 @@ class ProcessLauncher:
         self._guardian.tell(f"-{child.process.pid}")
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
-        if task is not None and not child.asked_to_end and not self._closing:
-            # No line of the body has run, so the task's listener is not told.
+        if task is not None and not child.unwanted and not self._closing:
+            # No line of the body has run, so the task's listener is not called.
             tell(task.standby_listener, exited)
             self._start_over(task)
             return

@@ -25,17 +25,16 @@ One child, one stream socket, one task:
 
 Early ends:
 
-- The child ends before `BodyStarted`: a standby is replaced by a fresh process, and the task does not notice. The end
-  of a fresh process is a death.
+- Before `BodyStarted`: a standby is replaced by a fresh process, and the task does not notice. The end of a fresh
+  process is a death.
 - The call cannot be read, or the policy cannot be applied: `BodyEnded` with the exception, without `BodyStarted`.
-- The child ends after `BodyStarted` and before its value is complete: a death, also inside a frame.
-- The child closes its channel without a value and lives on, or lives on after its value: the launcher kills it after
-  a grace time. A value that has arrived is kept.
+- After `BodyStarted` and before the value is complete: a death, also inside a frame.
+- The child closes its channel without a value, or lives on after its value: the launcher kills it after a grace time.
+  A value that has arrived is kept.
 - The child sends bytes that are no message: it is killed (`ProtocolError`).
-- The parent ends, or closes the channel: the child ends once it reads or sends; the guardian ends what still runs.
+- The parent ends, or closes the channel: the child ends once it reads or sends; the guardian ends the rest.
 
-Messages are values of the classes below, pickled. How frames and values travel is in `transport`; other events of a
-child are in `launch_spec`.
+Messages are pickled. `transport` has frames and values, `launch_spec` the other events of a child.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from prefect_gpu.errors import ProtocolError, short_text
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
@@ -51,6 +50,7 @@ from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark, StepFacts
 from prefect_gpu.processes.interpreter import InterpreterState
+from prefect_gpu.values import Apart
 from prefect_gpu.values.transport import MESSAGE, FrameBody, PackedValue, frame_header
 
 
@@ -58,9 +58,6 @@ class Message:
     """Base of everything that may be sent in a frame of kind `transport.MESSAGE`."""
 
     __slots__ = ()
-
-
-# Parent to child.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,7 @@ class Prepare(Message):
     counters_interval_s: float
     #: Changes since a standby was started; `None`: the process was started for this task.
     late: Late | None = None
-    #: Modules not of the user's that the call needs: a process started for the task imports them before the call is
-    #: read.
+    #: Libraries that the call needs. A process started for the task imports them before the call is read.
     libraries: tuple[str, ...] = ()
     #: Modules of the flow's process that no fresh interpreter can import.
     private_modules: tuple[str, ...] = ()
@@ -98,20 +94,12 @@ class Late:
     sys_path: tuple[str, ...]
 
 
-class PickledApart(Protocol):
-    """A value that is unpickled only on demand; see `values.Apart`."""
-
-    def load(self) -> Any:
-        """Unpickle the value."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """A value of one of the flow's transactions. It is unpickled for each `Transaction.get`, which copies it anyway."""
+    """A value of one of the flow's transactions, unpickled for each `Transaction.get`, which copies it anyway."""
 
-    #: The value; an error that `get` raises: the value cannot be sent.
-    held: PickledApart | Exception
+    #: The value, or, if it cannot be sent, the error that `get` raises.
+    held: Apart | Exception
 
     def __deepcopy__(self, memo: object) -> Any:
         if isinstance(self.held, Exception):
@@ -128,7 +116,7 @@ class Call:
     kwargs: dict[str, Any]
     #: Prefect's serialised context, without parameters, still pickled since unpickling imports Prefect. `None`: run
     #: without Prefect.
-    context: PickledApart | None = None
+    context: Apart | None = None
     #: The flow's parameters in that context. They travel once, also if they are arguments of the task.
     flow_parameters: Mapping[str, Any] = field(default_factory=dict)
     #: `print` goes to the run's log.
@@ -141,11 +129,7 @@ class Call:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def read_context(self) -> dict[str, Any]:
-        """Return Prefect's serialised context; empty: there is no context.
-
-        Raises:
-            Exception: The context cannot be unpickled here.
-        """
+        """Return Prefect's serialised context; empty: there is no context. Raise if it cannot be unpickled here."""
         context: dict[str, Any] = {} if self.context is None else self.context.load()
         for name, parameters in (
             ("task_run_context", self.parameters),
@@ -172,16 +156,13 @@ class ReleaseUnused(Message):
     until_s: float
 
 
-# Child to parent.
-
-
 @dataclass(frozen=True, slots=True)
 class Warmed(Message):
-    """A standby has imported its modules. With a problem it ends by itself, whether it was given a task or not."""
+    """A standby has imported its modules. With a problem the standby ends by itself, even if it was given a task."""
 
     #: Modules whose import failed. Their side effects are unknown, so no task may run here.
     failed: tuple[str, ...] = ()
-    #: A module's action at its import that the task's policy would come too late for; empty: none.
+    #: Action of a module at its import, after which a policy comes too late; empty: none.
     touched: str = ""
     #: Private memory of the process now, in bytes; 0: unknown.
     resident_bytes: int = 0
@@ -241,7 +222,7 @@ class Asked(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleasedUnused(Message):
-    """Answer to a `ReleaseUnused`: the request was carried out as far as that was safe."""
+    """Answer to a `ReleaseUnused`: unused memory was released where that was safe."""
 
     #: Copied from the request.
     until_s: float
@@ -295,11 +276,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | FrameBody) -> Message:
-    """Return the message in a frame's body.
-
-    Raises:
-        ProtocolError: The bytes are no message.
-    """
+    """Return the message in a frame's body; raise `ProtocolError` if the bytes are no message."""
     try:
         message = pickle.loads(body)
     except Exception as error:

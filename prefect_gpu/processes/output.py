@@ -1,14 +1,15 @@
 """Output of children on its way to the parent's own standard output and error.
 
-The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A separate thread writes the
-output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait as any process would.
-After `STALLED_S` without progress output is dropped, and a line says how much: so a terminal that is not read never
-stops a child for good. The end of standard error is kept for error messages about a death.
+The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A thread of its own writes the
+output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait. After `STALLED_S`
+seconds without progress output is dropped, and a line says how much: a terminal that is not read stops no child for
+good. The end of standard error is kept for error messages about a death.
 """
 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import logging
 import os
@@ -39,17 +40,12 @@ STDERR_TAIL_BYTES = 64 * 1024
 #: Bytes read or written in one call.
 _PIECE_BYTES = 64 * 1024
 
-#: Most pieces read from a stream whose process has ended: more than a pipe holds, but not endless if a remaining
-#: process goes on writing.
+#: Most pieces read from a stream whose process has ended: more than a pipe holds. Another process may still write.
 _LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output to `sys.stdout` and `sys.stderr`, from a thread of its own.
-
-    Args:
-        on_progress: Called after each write, on that thread.
-    """
+    """Writes children's output to `sys.stdout` and `sys.stderr` on its thread, then calls `on_progress`."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         self._on_progress = on_progress
@@ -115,9 +111,8 @@ class OutputForwarder:
                     size += len(part)
                 dropped, self._dropped_bytes = self._dropped_bytes, 0
             if dropped:
-                parts.append(
-                    f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n"
-                )
+                text = f"\n[prefect_gpu: {dropped} bytes of output dropped, stream stalled]\n"
+                parts.append(text)
             self._write(stream, "".join(parts))
             with self._condition:
                 self._pending_bytes -= size
@@ -129,26 +124,18 @@ class OutputForwarder:
     def _write(stream: StreamName, text: str) -> None:
         # Looked up at every write: pytest and notebooks replace the streams while tasks run.
         target = sys.stdout if stream == "stdout" else sys.stderr
-        try:
+        # A closed or broken stream of the parent must not fail a task.
+        with contextlib.suppress(Exception):
             try:
                 target.write(text)
             except UnicodeEncodeError as error:
                 # The encoding of the parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
                 target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
-        except Exception:
-            # A closed or broken stream of the parent must not fail a task, and there is no other place to report it.
-            return
 
 
 class ChildOutput:
-    """The standard streams of one child. For the launcher's thread only.
-
-    Args:
-        streams: Unbuffered pipes with the child's output.
-        selector: The launcher's; reports when a stream can be read.
-        forwarder: Writes the output.
-    """
+    """The standard streams of one child, which are unbuffered pipes. For the launcher's thread only."""
 
     def __init__(
         self,
@@ -187,23 +174,19 @@ class ChildOutput:
         self.close_in_fork()
 
     def close_in_fork(self) -> None:
-        """Close the streams; leave the selector, which a fork shares with its parent, unchanged."""
+        """Close the streams, but do not change the selector, which a fork shares with its parent."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
 
     def _watch(self) -> None:
         for name, stream in self._streams.items():
-            self._selector.register(
-                stream, selectors.EVENT_READ, functools.partial(self._ready, name)
-            )
+            read = functools.partial(self._read, name)
+            self._selector.register(stream, selectors.EVENT_READ, lambda mask, read=read: read())
 
     def _unwatch(self) -> None:
         for stream in self._streams.values():
             unwatch(self._selector, stream)
-
-    def _ready(self, name: StreamName, mask: int) -> None:
-        self._read(name)
 
     def _read(self, name: StreamName, last: bool = False) -> bool:
         """Read one piece of output; `False`: nothing more can come now."""
@@ -235,7 +218,5 @@ class ChildOutput:
 
 def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
     """Unregister a file or descriptor, if it is registered and open."""
-    try:
+    with contextlib.suppress(KeyError, ValueError):
         selector.unregister(file)
-    except (KeyError, ValueError):
-        return

@@ -1,9 +1,8 @@
 """Kinds and stages of standbys, and the choice of a standby for a task.
 
-A standby is a process that imports modules ahead of its task. Tasks of one kind can use each other's standbys. Only
-modules that can be imported already are imported ahead, and of the user's only those that the task's process would
-import anyway. This module holds values and decisions. Processes, locks and threads belong to `standby_pool`, and the
-number of standbys to `scheduling.standbys`.
+A standby is a process that imports modules ahead of its task. Tasks of one kind can use each other's standbys. Of the
+user's modules, a standby imports only those that the task's process would import anyway. `standby_pool` has the
+processes, and `scheduling.standbys` the number of standbys.
 """
 
 from __future__ import annotations
@@ -37,21 +36,17 @@ from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
 
-#: Modules imported before a body that uses Prefect: Prefect, and the code that enters the task run.
+#: Modules imported before a body that uses Prefect.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
 
 #: Failures in a row after which standbys of a kind are given up.
 MOST_FAILURES = 3
 
-#: Seconds after the last failure after which a kind is tried again: a passing cause of failures must not cost a flow
-#: of days its standbys.
+#: Seconds after the last failure after which a kind is tried again: causes of failures pass.
 FORGET_S = 600.0
 
 #: Variables to set in a waiting process, or to remove (`None`).
 Changes = dict[str, str | None]
-
-
-# Kinds of standbys.
 
 
 @dataclass(frozen=True)
@@ -106,20 +101,19 @@ def kind_of(
     environ: Mapping[str, str] | None = None,
     with_prefect: bool = True,
 ) -> Kind:
-    """Return the kind of standby that suits a task.
+    """Return the kind of standby that suits the task of a function.
 
     Args:
         fn: The task's function.
-        policy: The task's policy before placement: frameworks, allocator options, caching and threads, but no
-            devices and no budget.
+        policy: The task's policy before placement, without devices and budget.
         size_bytes: Estimated host memory of such a process.
         environ: The parent's environment; `None`: this process's.
-        with_prefect: The task is known to use Prefect. If not, its modules may import Prefect all the same.
+        with_prefect: The task is known to use Prefect. If `False`, its modules may still import Prefect.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
     if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
-        # A branch of the task uses one of them, and a process counts by its resident set.
+        # Each branch of the task uses one of them, and a process counts by its resident set.
         names = []
     always = [registry.ADAPTERS[name].module for name in names]
     users = _users_modules(fn, always, names)
@@ -139,7 +133,7 @@ def kind_of(
 def standby_changes(
     policy: FrameworkPolicy, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the variables in which a standby differs from its parent, as in `Kind.environment`; see `kind_of`."""
+    """Return the variables in which a standby differs from its parent, as in `Kind.environment`."""
     changes = child_environment(policy, registry.adapters_for(policy), environ)
     if policy.device_kind == "nvml":
         # The device is not known yet, and modules that see no device would decide for the CPU.
@@ -158,12 +152,9 @@ def _users_modules(fn: Any, always: Iterable[str], frameworks: Iterable[str]) ->
     for entry in registry.needed_modules(fn):
         module = entry.partition(":")[0]
         root = module.partition(".")[0]
-        if module in taken or root == "__main__":
-            continue
-        # A branch of the task may import another framework and never run.
-        if registry.framework_of(root) not in ("", *frameworks):
-            continue
-        if root in sys.builtin_module_names:
+        excluded = module in taken or root == "__main__" or root in sys.builtin_module_names
+        # A branch of the task that never runs may import another framework.
+        if excluded or registry.framework_of(root) not in ("", *frameworks):
             continue
         if _can_import(module):
             found.append(entry)
@@ -183,9 +174,6 @@ def _can_import(module: str) -> bool:
         return False
 
 
-# Host memory that is left to tasks.
-
-
 class HostMemory(Protocol):
     """The broker's facts about host memory, for the standby pool. Safe to use from several threads."""
 
@@ -198,11 +186,8 @@ class HostMemory(Protocol):
         """Whether a task waits for host memory."""
 
 
-# Stages of a standby.
-
-
 class Stage(enum.IntEnum):
-    """Stage of a standby. Among standbys of a kind, the one of the lowest stage ends first."""
+    """Stage of a standby. Of the standbys of a kind, the one with the lowest stage ends first."""
 
     IMPORTING = 0
     #: Its modules are imported, and it waits for its task.
@@ -219,13 +204,13 @@ class Standby:
     """One process that was started ahead of its task."""
 
     kind: Kind
-    #: The spec that it was started from: perhaps without users' modules, with the whole environment.
+    #: The spec of its process, which may lack the user's modules.
     spec: WarmSpec
     #: Monotonic seconds of the start.
     started_s: float
     #: Number in the order of starts.
     serial: int = field(default_factory=lambda: next(_serials))
-    #: Set by the pool after the start.
+    #: `None`: not started yet.
     handle: Handle | None = None
     #: `None`: no process has been reported yet.
     pid: int | None = None
@@ -255,7 +240,7 @@ class Standby:
                 place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
-        """Return the changes that this standby needs for a task with this whole environment; `None`: it is unsuitable."""
+        """Return the changes that this standby needs for a task with this environment; `None`: it is unsuitable."""
         return late_changes(
             self.spec.environment,
             environment,
@@ -264,22 +249,14 @@ class Standby:
         )
 
 
-# Choice of a standby for a task.
-
-
 def choose_standby(
     standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str]
 ) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
-    """Choose the standby that is furthest along for a task.
-
-    Args:
-        standbys: All standbys without a task.
-        kind: The task's.
-        environment: The whole environment of the task.
+    """Choose the standby that is furthest along for a task of a kind with this whole environment.
 
     Returns:
-        The standby and its changes (`None`: no standby suits), and the standbys of the task's kind that are
-        unsuitable since the parent's environment has changed after their start.
+        The standby and its changes (`None`: no standby suits), and the standbys of the task's kind that became
+        unsuitable when the parent's environment changed.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
@@ -303,9 +280,6 @@ def choose_standby(
     return best, misfits
 
 
-# Records of kinds.
-
-
 @dataclass(eq=False)
 class KindRecord:
     """Experience with the standbys of a kind."""
@@ -319,9 +293,9 @@ class KindRecord:
     failed_s: float = float("-inf")
     #: Why no more standbys are started; empty: they are.
     given_up: str = ""
-    #: A user's module does something at its import that must not happen before the task.
+    #: An import of the user's modules failed, or started a framework or driver.
     without_users: bool = False
-    #: Number that grows with each start of a task of any kind; 0: no task of this kind was started.
+    #: Number of the last start of a task of this kind, among the starts of all tasks; 0: none was started.
     last_used: int = 0
 
     @property
@@ -336,7 +310,7 @@ class KindRecord:
             if warmed.resident_bytes:
                 self.size_bytes = warmed.resident_bytes
         elif modules != self.kind.without_users().modules:
-            # Judged by this standby's modules: several may have been started before the first reported.
+            # By the modules of this standby: several may have been started before the first report.
             self.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
         elif not self.given_up:
@@ -354,15 +328,10 @@ class KindRecord:
         self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
 
     def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
-        """Record that a standby ended before it accepted a task, or is unsuitable; return whether this counts.
+        """Record that a standby ended before it accepted a task, or is unsuitable; return whether the failure counts.
 
-        Standbys that were started before a failure fail for the same reason, so their failures count once.
-
-        Args:
-            standby: The failed standby.
-            now_s: Monotonic seconds.
-            why: Reason, in words that follow "since".
-            stderr_tail: End of its standard error.
+        Standbys that were started before the last failure have failed for the same reason, which counts once. `why` is
+        the reason in words that follow "since", `stderr_tail` the end of the standby's standard error.
         """
         if standby.started_s <= self.failed_s or self.given_up:
             return False
@@ -388,9 +357,7 @@ def demands_of(
 
     `announced` has the kinds of the submitted tasks without a process, in order of submission.
     """
-    used = sorted(
-        (record for record in records.values() if record.last_used), key=lambda r: -r.last_used
-    )
+    used = sorted((r for r in records.values() if r.last_used), key=lambda r: -r.last_used)
     latest = used[0].kind if used else None
     alive = {s.kind for s in standbys}
     kinds = dict.fromkeys(

@@ -1,8 +1,7 @@
 """The pool of standbys: starts them, assigns them to tasks, and ends them.
 
-One pool serves all runners of a Python process. A runner announces each task as it is submitted; the announcement is
-then the task's `Launcher`. A standby is used once. `standby_kind` has the kinds and the choice for a task, and
-`scheduling.standbys` the number of standbys.
+One pool serves all runners of a Python process. A runner announces each submitted task; the announcement is then the
+task's `Launcher`. `standby_kind` has the kinds and the choice for a task, `scheduling.standbys` the number of standbys.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from prefect_gpu.devices.host import count_cores, read_host_available_bytes
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
-from prefect_gpu.processes.interpreter import (
-    environment_with,
-    import_paths,
-    working_folder,
-)
+from prefect_gpu.processes.interpreter import environment_with, import_paths, working_folder
 from prefect_gpu.processes.launch_spec import (
     UNSUITED_CODE,
     ChildExited,
@@ -61,7 +56,7 @@ RESERVE_BYTES = 2 * GIB
 #: Seconds between two checks of the machine's memory while there are standbys.
 CHECK_S = 1.0
 
-#: Seconds that a task must have waited for host memory before standbys end for it: every request waits a moment.
+#: Seconds that a task waits for host memory before standbys end for it: every request waits a moment.
 PATIENCE_S = 0.5
 
 #: Seconds without new standbys after the machine was short of memory or processes.
@@ -123,10 +118,8 @@ class StandbyPool:
         self._shared: SharedFolder | None = None
         #: All standbys without a task.
         self._standbys: list[Standby] = []
-        #: Number of tasks that have a process.
-        self._running = 0
-        #: Standbys with a task whose body has not begun, and the task's kind.
-        self._beginning: dict[Standby, Kind] = {}
+        #: Processes of tasks; a standby that was given its task has the task's kind until the body begins.
+        self._running: dict[object, Kind | None] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
         #: Monotonic seconds since when a task has waited for host memory; `None`: no task waits.
@@ -143,10 +136,9 @@ class StandbyPool:
 
         Args:
             owner: The runner.
-            most: Maximum of standbys. The largest of several runners' counts.
-            broker: The broker of the runner's tasks: knows their need of host memory.
-            shared: Folder in which all processes of the machine count their standbys, so that `most` is a limit of the
-                machine. `None`: standbys of other processes are not counted.
+            most: Maximum of standbys. The largest of all runners is used.
+            broker: Broker of the runner's tasks.
+            shared: Folder in which all processes of the machine count their standbys, for which `most` is then a limit.
         """
         with self._changed:
             if not self._shut:
@@ -200,10 +192,14 @@ class StandbyPool:
     ) -> ChildHandle:
         """See `Announcement.start`. No standby is kept for the task from now on."""
         kind, environment = announcement.kind, environment_with(spec.environment)
-        listener = self._counted(listener)
+        process = object()
+
+        def listen(message: Any) -> None:
+            self._pass_on(process, listener, message)
+
         with self._changed:
             self._announced.pop(announcement, None)
-            self._running += 1
+            self._running[process] = None
             if self._owners:
                 self._record(kind).last_used = next(self._uses)
             found, misfits = choose_standby(self._standbys, kind, environment)
@@ -212,30 +208,20 @@ class StandbyPool:
                 self._record(standby.kind).take_failure(standby, time.monotonic(), why)
                 self._end(standby)
             if found is not None:
-                return self._give(*found, kind, spec, listener)
+                standby, changes = found
+                if standby.ready:
+                    # Another standby would take the cores on which this task begins.
+                    self._running[process] = kind
+                else:
+                    self._check_soon()
+                return self._give(standby, changes, spec, listen)
             self._check_soon()
         try:
-            return self._launcher.start(spec, listener)
+            return self._launcher.start(spec, listen)
         except BaseException:
-            self._count_end()
+            with self._changed:
+                del self._running[process]
             raise
-
-    def _counted(self, listener: Listener) -> Listener:
-        """Return a listener that counts the end of a task's process once, and calls another listener."""
-        ended = False
-
-        def listen(message: Any) -> None:
-            nonlocal ended
-            if isinstance(message, (ChildExited, ChildRefused)) and not ended:
-                ended = True
-                self._count_end()
-            listener(message)
-
-        return listen
-
-    def _count_end(self) -> None:
-        with self._changed:
-            self._running -= 1
 
     @property
     def ready(self) -> int:
@@ -258,21 +244,14 @@ class StandbyPool:
     # With the lock.
 
     def _give(
-        self, standby: Standby, changes: Changes, kind: Kind, spec: LaunchSpec, listener: Listener
+        self, standby: Standby, changes: Changes, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
         assert standby.handle is not None
         self._standbys.remove(standby)
         standby.given = True
         standby.leave()
-        if standby.ready:
-            # Another standby would take the cores on which this task begins.
-            self._beginning[standby] = kind
-        else:
-            self._check_soon()
         late = Late(changes, spec.cwd, spec.argv, spec.sys_path)
-        return standby.handle.give(
-            spec, late, lambda message: self._pass_on(standby, listener, message)
-        )
+        return standby.handle.give(spec, late, listener)
 
     def _check_soon(self) -> None:
         """Wake the pool's thread to start and end standbys; start the thread if there is none."""
@@ -304,14 +283,12 @@ class StandbyPool:
     def _record(self, kind: Kind) -> KindRecord:
         return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
 
-    # The pool's thread.
-
     def _run(self) -> None:
         while True:
             with self._changed:
                 if not self._dirty:
                     # Without standbys and tasks there is nothing to check.
-                    busy = bool(self._standbys or self._announced or self._beginning)
+                    busy = self._standbys or self._announced or any(self._running.values())
                     self._changed.wait(CHECK_S if busy else None)
                 self._dirty = False
                 if self._shut:
@@ -335,14 +312,9 @@ class StandbyPool:
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + SHORTAGE_S
                 self._end_all()
-            machine = Machine(
-                available_bytes,
-                promised_bytes,
-                RESERVE_BYTES,
-                # A plan lets half of these cores import.
-                2 * self._imports_at_once(),
-                max(most for most, _ in self._owners.values()),
-            )
+            # A plan lets half of these cores import.
+            cores, most = 2 * self._imports_at_once(), self._most()
+            machine = Machine(available_bytes, promised_bytes, RESERVE_BYTES, cores, most)
             self._end_hung(now)
             announced = [a.kind for a in self._announced]
             for record in self._records.values():
@@ -366,7 +338,7 @@ class StandbyPool:
         if plan.short_of_memory:
             self._hold_until_s = now + SHORTAGE_S
         for kind in plan.starts:
-            if now >= self._hold_until_s and kind not in self._beginning.values():
+            if now >= self._hold_until_s and kind not in self._running.values():
                 assert isinstance(kind, Kind)
                 self._start(kind, now)
 
@@ -396,11 +368,10 @@ class StandbyPool:
         """Count a new standby on the machine; return whether it may be started."""
         if self._shared is None:
             return True
-        most = max(most for most, _ in self._owners.values())
         try:
             standby.import_place = self._shared.hold_one("import", self._imports_at_once())
             if standby.import_place is not None:
-                standby.place = self._shared.hold_one("standby", most)
+                standby.place = self._shared.hold_one("standby", self._most())
         except OSError as error:
             logger.debug("standbys of other processes are not counted: %s", error)
             return True
@@ -408,34 +379,39 @@ class StandbyPool:
             standby.leave()
         return standby.place is not None
 
+    def _most(self) -> int:
+        return max(most for most, _ in self._owners.values())
+
     def _imports_at_once(self) -> int:
-        """Return how many standbys may import at a time: half the cores, in a burst of tasks all cores without a task."""
+        """Return how many standbys may import at a time: half the cores, for many tasks all cores without a task."""
         half = most_imports(self._cores)
-        return max(half, min(len(self._announced), self._cores - self._running))
+        return max(half, min(len(self._announced), self._cores - len(self._running)))
 
     def _take_refusal(self, error: Exception) -> None:
-        """Start no standby for a while, since the system allows no more processes: the rest is for tasks."""
+        """Start no standby for a while: the processes that the system still allows are for tasks."""
         logger.debug("no process can be started ahead of its task: %s", error)
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
     # The launcher's thread.
 
-    def _pass_on(self, standby: Standby, listener: Listener, message: Any) -> None:
+    def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
         """Pass on a message of a task's process; the next standby is started once the body has begun."""
         try:
             listener(message)
         finally:
             if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
                 with self._changed:
-                    if self._beginning.pop(standby, None) is not None:
+                    if self._running.pop(process, None) is not None:
                         self._check_soon()
+                    if isinstance(message, (BodyStarted, ValueArrived)):
+                        self._running[process] = None
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Handle a message of a standby, up to its `Accepted`."""
         with self._changed:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
-                # Not before: some standbys die of their imports, and some when they are given a task.
+                # Not before: a standby may die of its imports, or when it is given a task.
                 record.take_success()
                 return
             if isinstance(message, ChildStarted):
@@ -446,7 +422,7 @@ class StandbyPool:
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, ChildRefused):
                 if standby.pid is None:
-                    # There is no process, so no end will be reported.
+                    # Without a process, no end will be reported.
                     self._take_refusal(message.error)
                     self._drop(standby)
                 else:
@@ -468,10 +444,7 @@ class StandbyPool:
         """Record the end of a standby that was not asked to end."""
         unsuited, why = message.code == UNSUITED_CODE, f"it ended with {message.code}"
         if unsuited:
-            why = (
-                "what it had imported was not what its task would import: files of modules, sys.path or "
-                "the working folder had changed"
-            )
+            why = "files of modules, sys.path or the working folder had changed after its imports"
         counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
         if unsuited and counts:
             # Other standbys of the kind have imported the same modules.

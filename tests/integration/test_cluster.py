@@ -162,7 +162,7 @@ def connection() -> Cluster:
 
 def agent_pid(node: str) -> int:
     (actor,) = (m.actor for m in connection()._members.values() if m.name == node)
-    return int(ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid())))
+    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
 
 
 def left(machines: Machines) -> dict[int, str]:
@@ -808,7 +808,7 @@ def connected(monkeypatch: pytest.MonkeyPatch) -> tuple[Cluster, Any]:
     monkeypatch.setattr(membership, "import_ray", lambda: fake)
     spec = DeviceSpec("simulated", SimulatedDevices("1x24GiB"))
     cluster = Cluster("auto", NodeSettings("", spec, "spread", None, None))
-    return cluster, membership._Member("n1", membership._Actor(handle), "facts")
+    return cluster, membership._Member("n1", handle, "facts")
 
 
 @pytest.mark.parametrize(
@@ -874,7 +874,7 @@ def test_the_autoscaler_is_asked_while_tasks_wait_for_nodes_beside_those_that_ar
     cluster, member = connected(monkeypatch)
     cluster._members["1"] = member
     asked: list[list[float]] = []
-    member.actor.handle.ask_autoscaler = SimpleNamespace(remote=asked.append)
+    member.actor.ask_autoscaler = SimpleNamespace(remote=asked.append)
     told = [
         {"NodeID": "1", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
         {"NodeID": "2", "Alive": True, "Resources": {"GPU": 4.0}},
@@ -898,7 +898,7 @@ def test_a_request_that_could_not_be_withdrawn_is_withdrawn_later(
     cluster, member = connected(monkeypatch)
     cluster._members["1"] = member
     asked: list[list[float]] = []
-    member.actor.handle.ask_autoscaler = SimpleNamespace(remote=asked.append)
+    member.actor.ask_autoscaler = SimpleNamespace(remote=asked.append)
     cluster._ask_autoscaler([], [1])
     with monkeypatch.context() as patch:
         patch.setattr(cluster._ray, "get", lambda reference, timeout: 1 / 0)
@@ -923,5 +923,5 @@ def test_a_node_is_set_aside(
     cluster, member = connected(monkeypatch)
     cluster._take_facts(member, facts(**changes))
     assert cluster.nodes.all() == ()
-    assert why in cluster._aside["n1"]
+    assert why in cluster.aside["n1"]
     assert member.waits_for is None

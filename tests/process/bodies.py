@@ -119,12 +119,6 @@ def hang_at_exit(how: str) -> str:
     return "kept"
 
 
-def ignore_sigterm(path: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    touch(path)
-    time.sleep(FOREVER_S)
-
-
 def touch(path: str) -> None:
     with open(path + ".part", "w") as file:
         file.write(str(os.getpid()))

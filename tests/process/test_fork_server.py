@@ -22,7 +22,7 @@ from prefect_gpu import values
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.processes import messages
-from prefect_gpu.processes.fork_server import UNKNOWN_CODE, ForkServer, _pass_on, check_modules
+from prefect_gpu.processes.fork_server import ForkServer, _pass_on, check_modules
 from prefect_gpu.processes.interpreter import SpawnRequest, import_paths
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.values import transport
@@ -121,6 +121,7 @@ class Server:
 @pytest.fixture(scope="module")
 def module_server() -> Iterator[Server]:
     server = Server(*MODULES)
+    assert (server.problem, server.server.failed) == ("", {})
     yield server
     server.close()
 
@@ -142,11 +143,6 @@ def make_server() -> Iterator[Callable[..., Server]]:
     yield make
     for server in servers:
         server.close()
-
-
-def test_a_server_imports_its_modules_and_can_then_be_forked(server: Server) -> None:
-    assert server.problem == ""
-    assert server.server.failed == {}
 
 
 def test_a_fork_is_like_a_fresh_interpreter(server: Server) -> None:
@@ -205,25 +201,6 @@ def test_a_fork_prints_its_last_line_without_an_end(
     assert fork.printed() == [b"no end", b""]
 
 
-def test_the_signal_that_killed_a_fork_is_reported(server: Server) -> None:
-    fork = server.fork()
-    os.kill(fork.pid, signal.SIGKILL)
-    assert fork.end() == -signal.SIGKILL
-
-
-def test_a_fork_that_crashes_prints_its_stack(server: Server) -> None:
-    fork = server.fork()
-    fork.send(_crash)
-    assert fork.end() == -signal.SIGSEGV
-    assert b"in _crash" in fork.printed()[1]
-
-
-def test_the_exit_code_of_a_fork_is_reported(server: Server) -> None:
-    fork = server.fork()
-    fork.send(os._exit, 7)
-    assert fork.end() == 7
-
-
 def test_a_fork_outlives_its_server_and_a_server_does_not_outlive_its_parent(
     make_server: Callable[..., Server],
 ) -> None:
@@ -248,7 +225,8 @@ def test_an_environment_may_be_larger_than_a_pipe(server: Server) -> None:
 def test_a_module_that_cannot_be_imported_is_named(make_server: Callable[..., Server]) -> None:
     server = make_server("prefect_gpu.no_such_module")
     assert server.problem == ""
-    assert list(server.server.failed) == ["prefect_gpu.no_such_module"]
+    ((name, reason),) = server.server.failed.items()
+    assert name == "prefect_gpu.no_such_module" and reason.startswith("ModuleNotFoundError: ")
 
 
 def test_what_a_server_prints_is_not_repeated_by_its_forks(
@@ -299,17 +277,6 @@ def test_a_server_that_was_killed_cannot_be_asked_for_forks(
         with pytest.raises(OSError, match="no fork"):
             server.fork()
     assert server.server.problem.startswith("it did not fork (BrokenPipeError")
-
-
-def test_a_fork_whose_server_was_killed_lives_on_and_ends_with_an_unknown_code(
-    make_server: Callable[..., Server],
-) -> None:
-    server = make_server("prefect_gpu.child.main")
-    fork = server.fork()
-    server.process.kill()
-    server.process.wait()
-    os.kill(fork.pid, signal.SIGKILL)
-    assert fork.end() == UNKNOWN_CODE
 
 
 def test_a_fork_that_the_system_refuses_leaves_the_server_and_its_other_forks(
@@ -437,7 +404,3 @@ def _leave_open(folder: str) -> None:
 
 def _print_no_end() -> None:
     print("no end", end="")
-
-
-def _crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)

@@ -6,14 +6,12 @@ import errno
 import json
 import os
 import queue
-import resource
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,18 +26,8 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError, FrameworkError, ProtocolError, ResultError
 from prefect_gpu.processes import launcher as launching
 from prefect_gpu.processes import messages
-from prefect_gpu.processes.interpreter import (
-    Interpreter,
-    Process,
-    SpawnRequest,
-    start_interpreter,
-)
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildRefused,
-    ChildStarted,
-    ValueArrived,
-)
+from prefect_gpu.processes.interpreter import Interpreter, Process, SpawnRequest, start_interpreter
+from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import frame_header, pack
@@ -179,7 +167,6 @@ def test_a_question_of_the_body_is_answered_by_the_parent(rig: Rig) -> None:
     assert child.value() == 3
     child.handle.answer(Answered())  # gone by now
     child.handle.kill()
-    child.handle.terminate()
 
 
 # How it dies.
@@ -209,19 +196,6 @@ def test_a_child_that_hangs_at_exit_is_killed_and_its_value_is_kept(
     assert child.value() == "kept"
     assert child.exit().code == -signal.SIGKILL
     assert "after its value" in child.exit().killed_because
-
-
-def test_sigterm_ends_a_child_and_sigkill_one_that_ignores_it(rig: Rig, tmp_path: Path) -> None:
-    polite = rig.start(bodies.wait_long, str(tmp_path / "polite"))
-    stubborn = rig.start(bodies.ignore_sigterm, str(tmp_path / "stubborn"))
-    assert eventually(lambda: len(list(tmp_path.glob("*[a-z]"))) == 2)
-    assert eventually(lambda: (tmp_path / "stubborn").exists() and (tmp_path / "polite").exists())
-    polite.handle.terminate()
-    stubborn.handle.terminate()
-    assert polite.exit().code == -signal.SIGTERM
-    assert is_alive(stubborn.pid)
-    stubborn.handle.kill()
-    assert stubborn.exit().code == -signal.SIGKILL
 
 
 def test_a_child_that_closes_all_and_lives_on_is_killed(make_rig: MakeRig) -> None:
@@ -380,17 +354,6 @@ def test_a_launcher_without_a_thread_refuses_one_task_and_the_next_one_runs(
     assert rig.call(bodies.add, 1) == 1
 
 
-def test_a_launcher_without_a_descriptor_refuses_one_task_and_the_next_one_runs(rig: Rig) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() // 2, limits[1]))
-    try:
-        with pytest.raises(CapacityError, match="ulimit -n"):
-            rig.start(bodies.add, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert rig.call(bodies.add, 1) == 1
-
-
 def test_a_listener_that_raises_disturbs_no_other_child(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -541,6 +504,4 @@ def test_a_fork_that_returns_too_does_not_answer_twice(rig: Rig) -> None:
 
 def test_a_thread_that_reads_the_channel_at_exit_does_not_hold_it_up(rig: Rig) -> None:
     child = rig.start(bodies.hold_channel_in_thread)
-    started = time.monotonic()
-    assert child.value() == "done"
-    assert time.monotonic() - started < DEADLOCK_S and child.exit().code == 0
+    assert child.value() == "done" and child.exit().code == 0

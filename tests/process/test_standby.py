@@ -23,7 +23,7 @@ from prefect_gpu.processes.launch_spec import ChildExited, ChildStarted
 from prefect_gpu.processes.messages import BodyStarted
 from tests.process import bodies
 from tests.process.rig import eventually, is_alive, spec_of
-from tests.process.warm import KIND, Warm, kind_with, module
+from tests.process.warm import KIND, Warm, kind_with, module, slow_module
 
 # A task gets one.
 
@@ -35,14 +35,8 @@ def test_a_task_runs_in_the_standby_that_waited_for_it(warm: Warm) -> None:
     assert child.value() == 3
     assert child.pid == waited
     assert child.exit() == ChildExited(0, "")
-
-
-def test_after_a_task_the_next_standby_is_of_the_same_kind(warm: Warm) -> None:
-    announced = warm.announce()
-    (first,) = warm.wait_ready()
-    assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
     (second,) = warm.wait_ready()
-    assert second != first
+    assert second != waited, "the next one, of the same kind"
 
 
 def test_the_next_standby_starts_after_the_body_of_a_task_has_begun(
@@ -87,15 +81,7 @@ def test_no_standby_starts_while_a_task_of_its_kind_begins(
 def test_a_task_that_comes_early_gets_a_standby_that_still_imports(
     warm: Warm, importable: str, tmp_path: Path
 ) -> None:
-    module(
-        importable,
-        "test_standby_slow",
-        f"""
-import os, time
-open({str(tmp_path / "begun")!r}, "w").close()
-while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
-""",
-    )
+    slow_module(importable, "test_standby_slow", tmp_path)
     announced = warm.announce(kind_with("test_standby_slow"))
     assert eventually((tmp_path / "begun").exists)
     (importing,) = warm.pool.pids
@@ -237,16 +223,7 @@ def test_several_standbys_with_a_module_that_acts_are_judged_by_what_each_import
 def test_a_task_that_was_given_to_a_standby_whose_import_fails_gets_a_fresh_process(
     warm: Warm, importable: str, tmp_path: Path
 ) -> None:
-    module(
-        importable,
-        "test_standby_fails",
-        f"""
-import os, time
-open({str(tmp_path / "begun")!r}, "w").close()
-while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.01)
-raise ValueError
-""",
-    )
+    slow_module(importable, "test_standby_fails", tmp_path, "raise ValueError")
     announced = warm.announce(kind_with("test_standby_fails"))
     assert eventually((tmp_path / "begun").exists)
     child = warm.run(announced, spec_of(bodies.add, 1))
@@ -430,14 +407,6 @@ def test_while_the_system_starts_no_process_the_kind_is_not_given_up(
 # How many, and until when.
 
 
-def test_standbys_end_when_host_memory_gets_short(warm: Warm) -> None:
-    warm.announce()
-    (waited,) = warm.wait_ready()
-    warm.available_bytes = standby.RESERVE_BYTES - 1
-    assert eventually(lambda: not is_alive(waited))
-    assert eventually(lambda: warm.pool.pids == ())
-
-
 def test_no_standby_starts_for_some_seconds_after_a_shortage_of_host_memory(
     warm: Warm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,9 +462,7 @@ def test_the_standbys_of_all_flows_are_counted(
 def test_imports_of_all_flows_are_counted(
     make_warm: Callable[..., Warm], importable: str, tmp_path: Path
 ) -> None:
-    go_on = tmp_path / "go on"
-    wait = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
-    module(importable, "test_standby_waits", wait)
+    slow_module(importable, "test_standby_waits", tmp_path)
     (tmp_path / "ledger").mkdir()
     one, other = (make_warm(most=4, shared=SharedFolder(tmp_path / "ledger")) for _ in range(2))
     # Four cores: two import at a time for two tasks.
@@ -506,7 +473,7 @@ def test_imports_of_all_flows_are_counted(
     one.wait_checks()
     other.wait_checks()
     assert (len(one.pool.pids), other.pool.pids) == (2, ())
-    go_on.touch()
+    (tmp_path / "go").touch()
     one.wait_ready(2)
     other.wait_ready(1)
 
@@ -515,9 +482,8 @@ def test_imports_of_all_flows_are_counted(
 def test_a_burst_of_tasks_is_met_with_imports_on_all_cores_that_no_task_has(
     make_warm: Callable[..., Warm], importable: str, tmp_path: Path, running: int, importing: int
 ) -> None:
-    go_on = tmp_path / "go on"
-    wait = f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.01)"
-    module(importable, "test_standby_burst", wait)
+    go_on = tmp_path / "go"
+    slow_module(importable, "test_standby_burst", tmp_path)
     # It has four cores.
     warm, kind = make_warm(most=8), kind_with("test_standby_burst")
     tasks = [
@@ -537,7 +503,7 @@ def test_a_burst_of_tasks_is_met_with_imports_on_all_cores_that_no_task_has(
     assert eventually(lambda: count() == len(announced))
     for child in tasks:
         child.exit()
-    assert eventually(lambda: warm.pool._running == 0)
+    assert eventually(lambda: not warm.pool._running)
 
 
 def test_a_kind_whose_standbys_died_is_tried_again_after_a_while(

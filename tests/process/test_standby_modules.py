@@ -137,4 +137,4 @@ def test_a_kind_whose_modules_never_suit_its_tasks_is_given_up_with_the_reason(
         assert warm.run(announced, spec).value() == 1
     assert eventually(lambda: bool(warm.pool._record(kind).given_up))
     (told,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert "not what its task would import" in told.getMessage()
+    assert "had changed after its imports" in told.getMessage()

@@ -211,7 +211,6 @@ def guardian_of(rig: Rig) -> psutil.Process:
 def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guardian, "_LIVED_S", 0.0)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     first = guardian_of(rig)
@@ -228,8 +227,7 @@ def test_a_guardian_that_was_killed_is_replaced_by_one_that_knows_all_children(
 def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guardian, "_LIVED_S", 1e9)
-    monkeypatch.setattr(guardian, "replacement_delay_s", lambda ended_early: 1e5)
+    monkeypatch.setattr(guardian, "_RESTART_S", 1e5)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     guardian_of(rig).kill()
@@ -242,7 +240,7 @@ def test_the_next_launch_replaces_a_guardian_that_ended_at_once(
 def test_a_guardian_that_cannot_be_started_is_tried_again_while_a_child_runs(
     rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guardian, "_LIVED_S", 1e9)
+    monkeypatch.setattr(guardian, "_RESTART_S", 0.1)
     child = rig.start(bodies.wait_long, str(tmp_path / "ready"))
     assert eventually((tmp_path / "ready").exists)
     refused: list[object] = []

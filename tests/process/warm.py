@@ -76,3 +76,10 @@ def kind_with(*users: str, **changes: Any) -> Kind:
 
 def module(folder: str, name: str, text: str) -> None:
     Path(folder, f"{name}.py").write_text(text)
+
+
+def slow_module(importable: str, name: str, folder: Path, then: str = "") -> None:
+    """Write a module whose import makes the file `begun`, waits for the file `go`, and then does something."""
+    begun, go = str(folder / "begun"), str(folder / "go")
+    wait = f"while not os.path.exists({go!r}): time.sleep(0.01)"
+    module(importable, name, f"import os, time\nopen({begun!r}, 'w').close()\n{wait}\n{then}")

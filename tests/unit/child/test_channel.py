@@ -11,7 +11,7 @@ import pytest
 
 from prefect_gpu import values
 from prefect_gpu.child import channel as channels
-from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
+from prefect_gpu.child.channel import Channel
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, ReleaseUnused
@@ -150,14 +150,10 @@ def test_a_parent_that_is_gone_requests_nothing(pair: Pair) -> None:
     assert pair.channel.take_request() is None
 
 
-def test_receiving_from_a_parent_that_is_gone_is_the_end_of_the_stream(pair: Pair) -> None:
+def test_a_parent_that_is_gone_is_the_end_of_the_stream_and_a_broken_pipe(pair: Pair) -> None:
     pair.parent.close()
     with pytest.raises(EOFError):
         pair.channel.receive()
-
-
-def test_sending_to_a_parent_that_is_gone_is_a_broken_pipe(pair: Pair) -> None:
-    pair.parent.close()
     with pytest.raises(BrokenPipeError):
         pair.channel.send(BodyStarted())
 
@@ -187,10 +183,3 @@ def test_a_fork_leaves_a_file_alone_that_has_the_channels_descriptor(pair: Pair)
     os.fstat(number)
     os.close(number)
     os.close(file)
-
-
-def test_the_current_channel_is_the_one_that_was_set(pair: Pair) -> None:
-    assert current_channel() is None
-    set_current_channel(pair.channel)
-    assert current_channel() is pair.channel
-    set_current_channel(None)

@@ -64,12 +64,15 @@ def test_the_tally_is_read_for_simulated_devices(monkeypatch: pytest.MonkeyPatch
     assert end is not None and end() == 5
 
 
-def test_a_body_without_simulated_memory_need_not_import_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("module", [None, ModuleType("prefect_gpu.testing")], ids=["no", "half"])
+def test_simulated_memory_that_is_not_imported_completely_reports_nothing(
+    module: ModuleType | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "prefect_gpu.testing")
+    if module is not None:
+        monkeypatch.setitem(sys.modules, "prefect_gpu.testing", module)
     asked = readings("simulated")
-    assert asked.sample() is None
+    assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
 
 
 def test_counters_that_cannot_be_read_are_reported_once_and_fail_nothing(
@@ -123,12 +126,9 @@ def test_the_page_and_the_snapshot_are_those_of_the_framework_that_failed(tmp_pa
     assert path.read_text() == "torch"
 
 
-def test_without_a_device_in_use_there_is_neither_page_nor_snapshot(tmp_path: Path) -> None:
+def test_without_a_device_in_use_or_a_path_there_is_no_snapshot(tmp_path: Path) -> None:
     asked = with_snapshots(tmp_path / "a.pickle", FakeAdapter(started=False))
     assert (asked.memory_summary("torch"), asked.write_snapshot("torch")) == ("", "")
-
-
-def test_no_snapshot_is_written_unless_there_is_a_place_for_it() -> None:
     assert with_snapshots("", FakeAdapter()).write_snapshot("torch") == ""
 
 
@@ -163,14 +163,6 @@ def test_the_driver_reports_the_memory_of_the_process(
 ) -> None:
     uses = [OwnUse(uuid, size) for uuid, size in zip(POLICY.device_uuids, sizes, strict=True)]
     assert readings(kind, *uses).process_bytes() == expected
-
-
-def test_a_half_imported_simulated_device_reports_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "prefect_gpu.testing", ModuleType("prefect_gpu.testing"))
-    asked = readings("simulated")
-    assert (asked.sample(), asked.counters(), asked.begin_trace()) == (None, None, None)
 
 
 class FakeContexts:

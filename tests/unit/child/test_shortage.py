@@ -51,6 +51,9 @@ def test_an_out_of_memory_is_found_in_an_error_and_in_its_causes() -> None:
     outer = ValueError("step failed")
     outer.__cause__ = RuntimeError("CUDA out of memory: trying to allocate 7 bytes")
     assert find(outer) == OutOfMemory("torch", wanted_bytes=7)
+    group = ValueError("unhandled errors in a TaskGroup")
+    group.exceptions = (KeyError("a"), RuntimeError("CUDA out of memory"))  # type: ignore[attr-defined]
+    assert find(group) == OutOfMemory("torch")
     assert find(ValueError("other")) is None
     assert find(RuntimeError("OOM when allocating tensor")) is None, "of another framework"
 
@@ -79,8 +82,7 @@ def test_no_batch_size_is_an_out_of_memory_if_the_allocator_was_refused_memory(
     counters: Counters | None, counts: bool
 ) -> None:
     error = RuntimeError("No executable batch size found, reached zero.")
-    readings: Any = FakeReadings(counters=counters)
-    assert (find_shortage(error, ("torch",), readings) is not None) == counts
+    assert (find(error, counters=counters) is not None) == counts
 
 
 def test_circular_errors_and_errors_without_text_are_no_out_of_memory() -> None:
@@ -147,9 +149,8 @@ def test_the_device_that_the_error_names_is_reported() -> None:
         "of which 1.50 GiB is free. Of the allocated memory 3.00 GiB is allocated by PyTorch, and "
         "512.00 MiB is reserved by PyTorch but unallocated."
     )
-    found = find(
-        error, OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2), counters=Counters(5, 9, 5, 9)
-    )
+    uses = OwnUse("GPU-a", 11, 7), OwnUse("GPU-b", 12, 2)
+    found = find(error, *uses, counters=Counters(5, 9, 5, 9))
     assert found == OutOfMemory("torch", 2 * GIB, 3 * GIB + 512 * MIB, 11, 7, "GPU-a")
     without_driver = find(error, OwnUse("GPU-a"))
     assert without_driver is not None
@@ -238,9 +239,3 @@ def test_pytorchs_text_without_a_cap_does_not_say_what_refused() -> None:
 )
 def test_texts_of_other_frameworks_are_read(text: str, expected: OutOfMemory) -> None:
     assert parse_refusal("cupy", text) == (expected, None)
-
-
-def test_an_out_of_memory_is_found_in_the_members_of_a_group() -> None:
-    group = ValueError("unhandled errors in a TaskGroup")
-    group.exceptions = (KeyError("a"), RuntimeError("CUDA out of memory"))  # type: ignore[attr-defined]
-    assert find(group) == OutOfMemory("torch")

@@ -46,30 +46,23 @@ def test_readings_alone_are_no_evidence_of_steps() -> None:
     assert book_of(tail=[5, 9]) is None
 
 
-def test_the_first_step_is_not_steady() -> None:
-    facts = book_of([13, 2])
-    assert facts == StepFacts(count=1, first_live_bytes=13, alike=False)
-
-
-def test_steady_memory_is_the_peak_of_the_steps_after_the_first() -> None:
-    facts = book_of([13, 2], [5, 3], [4, 3])
-    assert facts is not None
-    assert (facts.first_live_bytes, facts.steady_live_bytes, facts.step_s) == (13, 5, 1.0)
-
-
-def test_memory_left_from_the_first_step_counts_in_the_second() -> None:
-    facts = book_of([13, 6], [5, 3])
-    assert facts is not None and facts.steady_live_bytes == 6
-
-
-def test_memory_after_the_last_step_counts_as_steady() -> None:
-    facts = book_of([13, 2], [5, 3], tail=[8])
-    assert facts is not None and (facts.count, facts.steady_live_bytes) == (2, 8)
-
-
-def test_one_step_and_what_follows_are_not_steady() -> None:
-    facts = book_of([13, 2], tail=[8])
-    assert facts is not None and facts.steady_live_bytes is None
+@pytest.mark.parametrize(
+    ("steps", "tail", "steady"),
+    [
+        pytest.param([[13, 2]], [], None, id="the first step is not steady"),
+        pytest.param([[13, 2], [5, 3], [4, 3]], [], 5, id="the peak of the steps after the first"),
+        pytest.param([[13, 6], [5, 3]], [], 6, id="memory left from the first step counts"),
+        pytest.param([[13, 2], [5, 3]], [8], 8, id="memory after the last step counts"),
+        pytest.param([[13, 2]], [8], None, id="one step and the open one are not steady"),
+    ],
+)
+def test_memory_of_steady_steps(
+    steps: list[list[int]], tail: list[int], steady: int | None
+) -> None:
+    facts = book_of(*steps, tail=tail)
+    assert facts is not None and facts.count == len(steps)
+    assert (facts.first_live_bytes, facts.steady_live_bytes) == (13, steady)
+    assert facts.step_s == (1.0 if len(steps) > 1 else None)
 
 
 def test_steady_begins_anew_after_a_step_with_a_retry() -> None:

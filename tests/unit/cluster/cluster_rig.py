@@ -22,6 +22,7 @@ from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
     Probe,
+    Reading,
     Request,
     Reservation,
 )
@@ -123,11 +124,20 @@ def news_of(node: Node, *heard: tuple[str, Any], **fields: Any) -> News:
     return News(node.facts.agent, next(_numbers), fields.pop("now_s", 0.0), heard, **fields)
 
 
-def reading_of(node: Node, free_gib: float = 8, at_s: float = 0.0, **fields: Any) -> News:
-    """News with a reading."""
-    free_bytes = int(free_gib * GIB)
-    snapshots = tuple(DeviceSnapshot(each, at_s, free_bytes) for each in node.facts.devices)
-    return news_of(node, **{"snapshots": snapshots, "others": {}, **fields})
+def reading_of(
+    node: Node,
+    free_gib: float = 8,
+    at_s: float = 0.0,
+    read_s: float = 0.0,
+    host_available_bytes: int = 0,
+    error: str = "",
+    **fields: Any,
+) -> News:
+    """News with a reading, which has no snapshots if there is an error."""
+    devices = () if error else node.facts.devices
+    snapshots = tuple(DeviceSnapshot(each, at_s, int(free_gib * GIB)) for each in devices)
+    reading = Reading(read_s, snapshots, host_available_bytes, error)
+    return news_of(node, **{"reading": reading, "others": {}, **fields})
 
 
 def other_entry(

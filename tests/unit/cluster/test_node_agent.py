@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -18,6 +19,7 @@ from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import node_agent
 from prefect_gpu.cluster.expected import NodeStandbys
@@ -67,8 +69,6 @@ class FakeChild:
     def answer(self, message: Any) -> None:
         self.answers.put(message)
 
-    def terminate(self) -> None: ...
-
     def kill(self) -> None:
         self.killed.set()
 
@@ -107,13 +107,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Scene:
     """One node, and a flow that listens to it."""
 
-    def __init__(
-        self, folder: Path, shares: bool = True, devices: str = "simulated:1x8GiB"
-    ) -> None:
+    def __init__(self, folder: Path, shares: bool = True) -> None:
         self.folder = folder
         self.launcher = FakeLauncher()
         self.store = FakeStore()
-        spec = parse_spec(devices)
+        spec = parse_spec("simulated:1x8GiB")
         settings = NodeSettings("n1", spec, "spread", None, None, ledger=folder, standby=0)
         self.agent = NodeAgent(settings, self.store, None, "1", self.launcher)
         self.nodes = Nodes(self.store)
@@ -234,7 +232,7 @@ def test_a_result_whose_agent_is_gone_is_lost_with_that_reason(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = SharedResult(b"", (OpenFile(FIRST_PID, 3),))
-    monkeypatch.setattr(node_agent, "share_result", lambda value: gone)
+    monkeypatch.setattr(node_agent.wire, "share_result", lambda value: gone)
     lost = return_large(scene)
     assert isinstance(lost, ChildExited)
     assert "lost on the way" in lost.killed_because and str(FIRST_PID) in lost.killed_because
@@ -268,26 +266,34 @@ def test_a_launch_that_does_not_fit_is_refused_with_the_reason(
     assert scene.launcher.count == 1
 
 
+@contextlib.contextmanager
+def another_flow(scene: Scene, **request: Any) -> Iterator[tuple[Broker, Ledger, Ticket]]:
+    """Reserve 6 GiB of the node's device for a task of another flow of its machine."""
+    assert scene.agent._broker is not None
+    ledger = Ledger(lambda: HostStore(scene.folder))
+    broker = Broker(scene.agent._broker.reader, ledger)
+    asked = Request("", "theirs", next_sequence(), 0.0, 6 * GIB, **request)
+    try:
+        ticket = broker.submit(asked)
+        broker.wait(ticket, DEADLOCK_S, lambda reason: None)
+        yield broker, ledger, ticket
+    finally:
+        broker._sampler.stop()
+        ledger._open().close()
+
+
 def test_a_launch_suspends_no_task_of_the_node(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_agent, "CONFIRM_S", 0.3)
-    assert scene.agent._broker is not None
-    ledger = Ledger(lambda: HostStore(scene.folder))
-    broker = Broker(scene.agent._broker.reader, ledger)
-    asked = Request("", "theirs", 0, 0.0, 6 * GIB, priority=-9, preemptible=True, expected_s=1e4)
-    ticket = broker.submit(asked)
-    try:
-        broker.wait(ticket, DEADLOCK_S, lambda reason: None)
+    least = {"priority": -9, "preemptible": True, "expected_s": 1e4}
+    with another_flow(scene, **least) as (broker, ledger, ticket):
         broker.attach(ticket, os.getpid())
         heard, _ = scene.launch(6)
         assert isinstance(heard.next().error, NodeRefusedError)
         entry = ledger.entry(ticket.request.id)
         assert entry is not None and entry.reservations and not entry.suspended_for
         broker.end(ticket)
-    finally:
-        broker._sampler.stop()
-        ledger._open().close()
 
 
 def test_a_person_who_suspends_a_task_is_refused_with_the_reason(scene: Scene) -> None:
@@ -341,17 +347,12 @@ def test_what_other_flows_hold_is_in_the_news_and_is_not_given_twice(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_agent, "CONFIRM_S", 0.1)
-    ledger = Ledger(lambda: HostStore(scene.folder))
-    assert scene.agent._broker is not None
-    broker = Broker(scene.agent._broker.reader, ledger)
-    ticket = broker.submit(Request("", "theirs", next_sequence(), 0.0, 6 * GIB))
-    broker.wait(ticket, DEADLOCK_S, lambda reason: None)
 
     def seen() -> list[tuple[str, float]]:
         held = scene.ledger.view().by_device.get(scene.device.key, ())
         return [(r.task_name, r.reserved_bytes / GIB) for r in held]
 
-    try:
+    with another_flow(scene) as (broker, _, ticket):
         wait_until(lambda: seen() == [("theirs", 6)])
         heard, _ = scene.launch(4)
         assert isinstance(heard.next().error, NodeRefusedError)
@@ -361,9 +362,6 @@ def test_what_other_flows_hold_is_in_the_news_and_is_not_given_twice(
         heard, _ = scene.launch(4)
         scene.next_child().begin()
         assert isinstance(heard.next(), ChildStarted)
-    finally:
-        broker._sampler.stop()
-        ledger._open().close()
 
 
 def test_allocations_are_booked_on_the_node_and_known_to_the_flow(scene: Scene) -> None:
@@ -406,11 +404,21 @@ def test_a_call_whose_bytes_are_lost_is_refused_and_holds_nothing(scene: Scene) 
     wait_until(lambda: scene.held() == [])
 
 
-def test_news_that_were_not_acknowledged_come_again(tmp_path: Path, scene: Scene) -> None:
+@contextlib.contextmanager
+def an_agent(folder: Path, **settings: Any) -> Iterator[NodeAgent]:
+    """Make an agent that no flow listens to."""
     spec = parse_spec("simulated:1x8GiB")
-    settings = NodeSettings("n2", spec, "spread", None, None, ledger=tmp_path, standby=0)
-    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    given = NodeSettings("n1", spec, "spread", None, None, folder, standby=0, **settings)
+    agent = NodeAgent(given, FakeStore(), None, "1", FakeLauncher())
     try:
+        yield agent
+    finally:
+        if agent._broker is not None:
+            agent._broker._sampler.stop()
+
+
+def test_news_that_were_not_acknowledged_come_again(tmp_path: Path) -> None:
+    with an_agent(tmp_path) as agent:
         agent._tell("one", "first")
         news = agent.listen(0, 0.0)
         assert news.heard == (("one", "first"),)
@@ -418,19 +426,13 @@ def test_news_that_were_not_acknowledged_come_again(tmp_path: Path, scene: Scene
         assert agent.listen(0, 0.0).heard == (("one", "first"), ("one", "second"))
         assert agent.listen(news.number, 0.0).heard == (("one", "second"),)
         assert agent.listen(agent._number, 0.0).heard == ()
-    finally:
-        assert agent._broker is not None
-        agent._broker._sampler.stop()
 
 
-def test_ready_standbys_are_told_when_they_change(tmp_path: Path, scene: Scene) -> None:
-    spec = parse_spec("simulated:1x8GiB")
-    settings = NodeSettings("n2", spec, "spread", None, None, ledger=tmp_path, standby=0)
-    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+def test_ready_standbys_are_told_when_they_change(tmp_path: Path) -> None:
     pool = FakePool()
-    agent._standbys = NodeStandbys(pool, FakeLauncher())  # type: ignore[arg-type]
-    agent._standbys.most = 2
-    try:
+    with an_agent(tmp_path) as agent:
+        agent._standbys = NodeStandbys(pool, FakeLauncher())  # type: ignore[arg-type]
+        agent._standbys.most = 2
         wait_until(lambda: agent._reading is not None)
         seen = agent.listen(0).number
         agent._standbys.expect(Expect(KIND, POLICY, 1))
@@ -442,42 +444,34 @@ def test_ready_standbys_are_told_when_they_change(tmp_path: Path, scene: Scene) 
         assert agent.listen(seen, 0.0).standbys == {KIND.key: 1}, "it was not acknowledged"
         pool.ready_by_kind.clear()
         wait_until(lambda: agent.listen(news.number, 0.0).standbys == {})
-    finally:
-        assert agent._broker is not None
-        agent._broker._sampler.stop()
 
 
-def test_standbys_start_where_their_tasks_would(tmp_path: Path, scene: Scene) -> None:
-    """What one has imported must be what its task would import: from the flow's folder, by the flow's paths."""
-    spec = parse_spec("simulated:1x8GiB")
-    (tmp_path / "work").mkdir()
-    where = {"cwd": str(tmp_path / "work"), "sys_path": (str(tmp_path), "/is/not/here")}
-    settings = NodeSettings("n2", spec, "spread", None, None, tmp_path, 0, **where)  # type: ignore[arg-type]
-    before, paths = os.getcwd(), list(sys.path)
-    agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
-    try:
-        assert os.getcwd() == where["cwd"]
+def test_standbys_start_from_the_flows_folder_and_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, before, paths = tmp_path / "work", os.getcwd(), list(sys.path)
+    work.mkdir()
+    monkeypatch.chdir(before)
+    monkeypatch.setattr(sys, "path", [*paths])
+    sys_path = (str(tmp_path), "/is/not/here")
+    with an_agent(tmp_path, cwd=str(work), sys_path=sys_path) as agent:
+        assert os.getcwd() == str(work)
         assert sys.path[0] == str(tmp_path) and "/is/not/here" not in sys.path
         assert set(paths[1:]) <= set(sys.path)
-        # The flow has imported what adds to its paths.
-        agent._follow(before, ("/", *where["sys_path"]))
+        # The flow has imported a module that adds to its paths.
+        agent._follow(before, ("/", *sys_path))
         assert os.getcwd() == before and sys.path[:2] == ["/", str(tmp_path)]
-    finally:
-        os.chdir(before)
-        sys.path[:] = paths
-        assert agent._broker is not None
-        agent._broker._sampler.stop()
 
 
-def test_a_node_whose_devices_cannot_be_opened_says_why(tmp_path: Path) -> None:
+def test_a_node_whose_devices_cannot_be_opened_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise node_agent.DeviceError("no driver")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_agent, "open_reader", fail)
-        spec = parse_spec("simulated:1x8GiB")
-        settings = NodeSettings("n1", spec, "spread", None, None, ledger=tmp_path, standby=0)
-        agent = NodeAgent(settings, FakeStore(), None, "1", FakeLauncher())
+    monkeypatch.setattr(node_agent, "open_reader", fail)
+    with an_agent(tmp_path) as made:
+        agent = made
     assert agent.facts().problem == "no driver" and not agent.facts().devices
     nodes = Nodes(FakeStore())
     nodes.join(Node("n1", agent, agent.facts()))

@@ -17,19 +17,13 @@ from prefect_gpu.cluster.wire import (
     Kill,
     Launch,
     PeaksKnown,
-    ResultArrived,
     Send,
     SentCall,
-    Terminate,
+    SentResult,
     send_result,
 )
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildRefused,
-    ChildStarted,
-    ValueArrived,
-)
+from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ChildStarted, ValueArrived
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import GIB
 from tests.unit.cluster.cluster_rig import (
@@ -59,9 +53,9 @@ def start(nodes: Nodes, name: str, child: str) -> Heard:
     return heard
 
 
-def value_of(nodes: Nodes, value: Any) -> ResultArrived:
+def value_of(nodes: Nodes, value: Any) -> SentResult:
     packed = values.dumps(value, "return value", "value")
-    return ResultArrived(send_result(packed.open(), nodes.store))
+    return send_result(packed.open(), nodes.store)
 
 
 # Processes.
@@ -118,26 +112,21 @@ def test_a_process_that_was_lost_before_it_was_heard_is_refused_and_not_placed_a
     assert heard.nothing
 
 
-def test_an_agent_that_was_started_again_ends_the_processes_of_the_one_before() -> None:
-    nodes, (a,) = make_nodes("a")
+def test_an_agent_that_was_started_again_ends_the_processes_of_the_old_one_and_its_news() -> None:
+    nodes, (old,) = make_nodes("a")
     heard = start(nodes, "a", "one")
-    nodes.take("a", news_of(a, ("one", STARTED)))
+    nodes.take("a", news_of(old, ("one", STARTED)))
     again = make_node("a", agent="second agent of a")
     nodes.join(again)
     assert heard.next() == STARTED
     assert "started again" in heard.next().killed_because
     assert nodes.all() == (again,)
-
-
-def test_news_of_an_agent_that_is_gone_are_ignored() -> None:
-    nodes, (old,) = make_nodes("a")
-    nodes.join(make_node("a", agent="second agent of a"))
     heard = start(nodes, "a", "one")
     nodes.take("a", reading_of(old))
     nodes.take("a", news_of(old, ("one", EXITED)))
     nodes.take("b", news_of(old, ("one", EXITED)))
     assert heard.nothing
-    assert not nodes.all()[0].snapshots
+    assert not nodes.all()[0].reading.snapshots
 
 
 def test_a_node_that_is_gone_starts_nothing() -> None:
@@ -219,9 +208,8 @@ def test_a_process_is_steered_by_commands() -> None:
     _, (a,) = make_nodes("a")
     handle = RemoteHandle(a, "one")
     handle.answer("yes")
-    handle.terminate()
     handle.kill()
-    assert agent_of(a).commands == [Send("one", "yes"), Terminate("one"), Kill("one")]
+    assert agent_of(a).commands == [Send("one", "yes"), Kill("one")]
     RemoteHandle(None, "one").kill()
 
 
@@ -280,10 +268,8 @@ def test_ready_standbys_of_a_node_are_those_that_it_has_last_named() -> None:
     reader = ClusterReader(nodes, "simulated")
     nodes.take("a", reading_of(a, standbys={"kind": 2}))
     nodes.take("a", reading_of(a))
-    assert {name: node.standbys for name, node in reader.nodes().items()} == {
-        "a": {"kind": 2},
-        "b": {},
-    }
+    found = {name: node.standbys for name, node in reader.nodes().items()}
+    assert found == {"a": {"kind": 2}, "b": {}}
     nodes.take("a", reading_of(a, standbys={}))
     assert reader.nodes()["a"].standbys == {}
 
@@ -291,7 +277,7 @@ def test_ready_standbys_of_a_node_are_those_that_it_has_last_named() -> None:
 def test_what_ails_a_node_is_said_of_its_devices() -> None:
     nodes, (a,) = make_nodes("a")
     reader = ClusterReader(nodes, "simulated")
-    nodes.take("a", news_of(a, snapshots=(), error="NVML does not answer"))
+    nodes.take("a", reading_of(a, error="NVML does not answer"))
     assert [snapshot.error for snapshot in reader.read(())] == ["NVML does not answer"]
     nodes.take("a", reading_of(a))
     assert [snapshot.error for snapshot in reader.read(())] == [""]
@@ -341,9 +327,6 @@ def test_what_real_devices_hold_is_measured() -> None:
     _, (a,) = make_nodes("a")
     memory = NodeMemory("nvml", a, [2 * GIB])
     assert memory.context_bytes is None and memory.cap_bytes is None
-
-
-# The end of those that were refused.
 
 
 def test_a_refused_process_ends_with_that() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from prefect import get_run_logger, task
 
-from tests.unit.processes import kind_bodies
-
 
 @task
 def alone() -> Any:
@@ -37,8 +35,3 @@ def logs() -> None:
 @task
 def submits() -> Any:
     return alone.submit()
-
-
-@task
-def uses_another_module() -> Any:
-    return kind_bodies.imports_inside()

@@ -1,10 +1,9 @@
-"""What the pool of standbys learns of each kind, and what it wants of them for that."""
+"""Records and demand of each kind of standbys, and the choice of a standby for a task."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from prefect_gpu.processes.standby_kind import (
     KindRecord,
     Stage,
     Standby,
+    choose_standby,
     demands_of,
 )
 from prefect_gpu.scheduling.standbys import KindDemand
@@ -25,9 +25,15 @@ KIND = Kind(("ours",), ("users",), (), False, 1, 100)
 OTHER = replace(KIND, users=("others",))
 
 
-def standby(kind: Kind = KIND, started_s: float = 0.0, **state: Any) -> Standby:
-    spec = WarmSpec(kind.modules, {}, "", (), ())
-    return Standby(kind, spec, started_s, **{"stage": Stage.WAITING, **state})
+def standby(
+    kind: Kind = KIND,
+    modules: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    started_s: float = 0.0,
+    stage: Stage = Stage.WAITING,
+) -> Standby:
+    spec = WarmSpec(modules or kind.modules, environment or {})
+    return Standby(kind, spec, started_s, stage=stage)
 
 
 @pytest.fixture
@@ -139,3 +145,60 @@ def test_imports_that_fail_are_not_tried_again(record: KindRecord) -> None:
     record.take_imports(Warmed(failed=("users",)), KIND.without_users().modules)
     record.forget(1e9)
     assert record.given_up
+
+
+# Which standby a task gets.
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        pytest.param(standby(), standby(stage=Stage.IMPORTING), id="one that is ready"),
+        pytest.param(standby(), standby(modules=("ours",)), id="one that has imported more"),
+        pytest.param(standby(), standby(), id="one that has waited longer"),
+    ],
+)
+def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Standby) -> None:
+    for standbys in ([better, worse], [worse, better]):
+        assert choose_standby(standbys, KIND, {}) == ((better, {}), [])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(standby(stage=Stage.ENDING), id="one that ends"),
+        pytest.param(standby(modules=("ours", "users", "more")), id="one that imported more"),
+        pytest.param(standby(replace(KIND, always=("others",))), id="one of another framework"),
+    ],
+)
+def test_a_task_does_not_get(other: Standby) -> None:
+    assert choose_standby([other], KIND, {}) == (None, [])
+
+
+def test_of_those_that_suit_no_more_the_kinds_own_are_named() -> None:
+    own = standby(environment={"LANG": "C"})
+    others = standby(KIND.without_users(), ("ours",), {"LANG": "C"})
+    good = standby()
+    assert choose_standby([own, others, good], KIND, {}) == ((good, {}), [own])
+
+
+def test_what_may_still_change_is_changed() -> None:
+    waits = standby(environment={"PREFECT_A": "1", "PREFECT_B": "2"})
+    changes = {"PREFECT_A": "3", "PREFECT_B": None}
+    assert choose_standby([waits], KIND, {"PREFECT_A": "3"}) == ((waits, changes), [])
+
+
+@pytest.mark.parametrize(
+    ("standbys", "tasks", "suits"),
+    [
+        pytest.param(False, False, True, id="both computed"),
+        pytest.param(True, False, False, id="stated as it was made"),
+        pytest.param(False, True, False, id="stated by the task"),
+    ],
+)
+def test_a_stated_number_of_threads_cannot_be_set_late(
+    standbys: bool, tasks: bool, suits: bool
+) -> None:
+    waits = standby(replace(KIND, cpus_stated=standbys), environment={"OMP_NUM_THREADS": "2"})
+    best, _ = choose_standby([waits], replace(KIND, cpus_stated=tasks), {"OMP_NUM_THREADS": "4"})
+    assert (best is not None) == suits

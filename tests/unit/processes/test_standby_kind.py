@@ -28,6 +28,7 @@ def test_the_modules_that_a_standby_imports() -> None:
     assert found.users[0] == kind_bodies.__name__
     assert set(found.users[1:]) == {"json.decoder:JSONDecoder", "colorsys"}
     assert found.modules == found.always + found.users
+    assert found.without_users().modules == found.always
 
 
 def test_a_function_that_travels_by_value_brings_no_module(
@@ -88,11 +89,6 @@ def test_allocator_options_are_there_from_the_start() -> None:
     found = kind(kind_bodies.plain, policy)
     assert found.environment_of({})["PYTORCH_ALLOC_CONF"] == "backend:cudaMallocAsync"
     assert found != kind(kind_bodies.plain)
-
-
-def test_without_what_is_the_users() -> None:
-    found = kind(kind_bodies.imports_inside).without_users()
-    assert found.modules == (*OWN_MODULES, "torch")
 
 
 def test_a_standby_does_not_import_a_framework_that_the_tags_leave_out() -> None:

@@ -175,9 +175,6 @@ class FakeChild:
     def answer(self, message: Any) -> None:
         self.answers.append(message)
 
-    def terminate(self) -> None:
-        raise AssertionError("nothing terminates it")
-
     def kill(self) -> None:
         for message in (*self._when_killed, ChildExited(-9, "")):
             self._listener(message)

@@ -50,9 +50,6 @@ class Child:
     def answer(self, message: Any) -> None:
         raise AssertionError(f"nothing is to be answered, and {message!r} was")
 
-    def terminate(self) -> None:
-        self.kill()
-
     def kill(self) -> None:
         if not self.ended:
             self.ended = True

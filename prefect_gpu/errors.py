@@ -167,8 +167,7 @@ class ChildDiedError(PrefectGPUError):
     how: str
     #: Last memory sample and possible causes, each worded as possible.
     detail: str = ""
-    #: End of the child's standard error, which is also in the task run's log. The text of the error leaves it
-    #: out.
+    #: End of the child's standard error, which is also in the task run's log and not in the text of the error.
     stderr_tail: str = ""
 
     def __str__(self) -> str:

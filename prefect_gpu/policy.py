@@ -21,12 +21,10 @@ Allocation = Literal["limit", "growth", "all"]
 OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]
 
-
 #: Names for `gpu:framework=`. `none`: no adapter applies the policy.
 FRAMEWORKS = ("torch", "tensorflow", "jax", "cupy", "onnxruntime", "none")
 
-#: Smallest size that is refused, in bytes (8 PiB, more than any device). Sizes are read as floating-point
-#: numbers, which are exact up to here.
+#: Smallest refused size in bytes (8 PiB, more than any device). Sizes are floating-point numbers, exact up to here.
 _BYTES_LIMIT = 2**53
 
 
@@ -42,9 +40,6 @@ class FrameworkShare:
     def __str__(self) -> str:
         """Return the share as in a tag: `torch` or `torch:70%`."""
         return self.name if self.fraction is None else f"{self.name}:{self.fraction * 100:.6g}%"
-
-
-# -- values from text --------------------------------------------------------------------------
 
 
 def read_memory(text: str) -> int | float:
@@ -87,12 +82,7 @@ _OTHER_NAMES = {
 
 
 def _hint(name: str, known: Mapping[str, str]) -> str:
-    """Return "; did you mean NAME?" for a name that is not known, or no text.
-
-    Args:
-        name: In lower case.
-        known: Suggestion by known name in lower case.
-    """
+    """Return "; did you mean NAME?" or no text. `known`: the suggestion by each known name in lower case."""
     other = _OTHER_NAMES.get(name, "")
     if re.split(r"\W", other)[0] in known:
         return f"; did you mean {known.get(other, other)}?"
@@ -194,9 +184,8 @@ def format_number(value: float) -> str:
     return format(Decimal(repr(float(value))), "f").removesuffix(".0")
 
 
-#: Options of PyTorch's allocator by name: the accepted text, and the function that reads it. PyTorch itself
-#: checks options in the child process only. Newer releases accept only the spelling `True`, and releases differ
-#: on a `max_split_size_mb` of 20.
+#: Options of PyTorch's allocator by name: the accepted text and its reader. PyTorch checks options in the child process
+#: only. Newer releases accept only the spelling `True`, and releases differ on a `max_split_size_mb` of 20.
 ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "max_split_size_mb": (
         "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
@@ -215,29 +204,20 @@ ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-# -- the policy --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
-    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it.
+    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it."""
 
-    Raises:
-        PolicyError: Two fields contradict each other.
-    """
-
-    #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total
-    #: (`float` in (0, 1]). `None`: no tag states a budget.
+    #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total (`float` in (0, 1]).
+    #: `None`: no tag states a budget.
     memory: int | float | None = None
     #: Number of devices. The task gets all of them or none.
     count: int = 1
-    #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes as written ("GPU-1a"), in the order given.
-    #: Empty: any.
+    #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes ("GPU-1a"), in the given order. Empty: any.
     devices: tuple[str, ...] = ()
     #: Frameworks whose adapters apply the policy. Empty: the frameworks that the task imports.
     frameworks: tuple[FrameworkShare, ...] = ()
-    #: "limit": the frameworks are capped at the budget. "growth": no cap. "all": the frameworks take the budget
-    #: at start.
+    #: "limit": frameworks are capped at the budget. "growth": no cap. "all": frameworks take the budget at start.
     allocation: Allocation = "growth"
     #: PyTorch allocator options as pairs of name and text, sorted by name, in PyTorch's spelling.
     allocator_options: tuple[tuple[str, str], ...] = ()
@@ -281,10 +261,7 @@ class GPUPolicy:
 
 
 def why_alone(policy: GPUPolicy) -> str | None:
-    """Return the reason why the first run of a task has a device to itself; `None`: it may share one.
-
-    A task without a cap shares no device, nor does a task that takes its whole cap at its start.
-    """
+    """Return why the first run of a task, which shares a device only with a cap, has a device to itself; `None`: it shares."""
     if policy.exclusive:
         return "gpu:exclusive"
     if "allocation" in policy.stated and policy.allocation != "limit":
@@ -297,10 +274,7 @@ def why_alone(policy: GPUPolicy) -> str | None:
 
 
 def is_gpu_tag(tag: str) -> bool:
-    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces.
-
-    A tag with spaces before the colon counts, and is refused by `parse_tags`.
-    """
+    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and spaces. `parse_tags` refuses `gpu :`."""
     return tag.partition(":")[0].strip().lower() == "gpu"
 
 
@@ -314,11 +288,7 @@ _YES = ("1", "true", "yes", "on")
 
 
 def near_miss(tag: str) -> str | None:
-    """Return the GPU tag that a similar tag was probably meant to be, as in `gpu:memory=4GiB` for `gpu-memory=4GiB`.
-
-    Returns:
-        The GPU tag. `None`: `tag` is a GPU tag, or has nothing to do with GPUs.
-    """
+    """Return the GPU tag that was probably meant, as `gpu:memory=4GiB` for `gpu-memory=4GiB`; `None`: no such tag."""
     return None if is_gpu_tag(tag) else _meant(tag)
 
 
@@ -357,21 +327,17 @@ def _is_budget(text: str) -> bool:
 
 
 def is_split_text(tags: Iterable[str]) -> bool:
-    """Return whether tags are the characters of one text with `gpu` in it.
-
-    Python makes them of `tags="gpu"`, where a list is expected.
-    """
+    """Return whether tags are the characters of one text with `gpu`, such as `tags="gpu"` in place of a list."""
     characters = {tag.lower() for tag in tags}
     return characters >= set("gpu") and all(len(each) == 1 for each in characters)
 
 
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
-    """Read the policy that tags ask for.
+    """Return the policy that tags state.
 
     Args:
         task_tags: The task's own tags, from `@task` and `with_options`.
-        context_tags: Tags of `prefect.tags` contexts around the submit. For a key that both sources
-            give, the context takes precedence.
+        context_tags: Tags of `prefect.tags` contexts around the submit, which take precedence for each key.
 
     Returns:
         The policy, or `None` if neither source has a `gpu` tag. Other tags are ignored.
@@ -436,8 +402,7 @@ def gpu(
         alloc: PyTorch allocator options, `{"max_split_size_mb": 128}`.
         caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
         exclusive: No other GPU task of any flow uses the task's devices at the same time.
-        oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"`
-            fails.
+        oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"` fails.
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
         priority: Of the tasks that are ready, those of a higher priority start first.
         preemptible: Its GPU memory may be moved to the host while a task of a higher priority needs the device, or to
@@ -516,9 +481,6 @@ class _Key:
     bare: bool = False
 
 
-# -- reading one source ------------------------------------------------------------------------
-
-
 def _read_source(tags: Iterable[str]) -> dict[str, Any]:
     """Read the `gpu` tags of one source into values by key; each `alloc.KEY` is a key of its own."""
     values: dict[str, Any] = {}
@@ -591,8 +553,6 @@ def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:
             given, "the shares leave nothing for the framework without one", "shares below 100%"
         )
 
-
-# -- the table ---------------------------------------------------------------------------------
 
 _KEYS = (
     _Key(

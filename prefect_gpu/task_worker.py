@@ -1,8 +1,7 @@
 """`serve`: Prefect's background tasks (`task.delay()`) with a GPU task runner.
 
-Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` gives those of GPU tasks
-to a task runner. How a runner runs a task run is in `runner.active_runner`; the warning under Prefect's own `serve` is in
-`engine.direct_calls`. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
+Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` passes task runs
+of GPU tasks to a task runner. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ from prefect_gpu.task_runner import GPUTaskRunner
 
 
 class _Service:
-    """One call of `serve`.
-
-    Args:
-        runner: The entered runner of the GPU tasks.
-        timeout_s: Seconds after which no more task runs are fetched; `None`: no limit.
-    """
+    """One call of `serve`: an entered runner, and the seconds for which task runs are fetched (`None`: no limit)."""
 
     def __init__(self, runner: GPUTaskRunner, timeout_s: float | None) -> None:
         self.runner = runner
@@ -48,8 +42,7 @@ class _Service:
 
     async def fetch(self, subscribe: Coroutine[Any, Any, None]) -> None:
         """Let Prefect's worker fetch task runs until the time is over, or until `stop`."""
-        # Only the subscription is cancelled. Prefect would also cancel the task runs in their threads, and log
-        # an error for each.
+        # Only the subscription is cancelled. Prefect would also cancel the task runs, and log an error for each.
         with anyio.move_on_after(self._timeout_s) as scope:
             loop = asyncio.get_running_loop()
             with self._lock:
@@ -71,13 +64,7 @@ class _Service:
 
 
 class GPUTaskWorker(TaskWorker):
-    """Prefect's task worker, which gives GPU task runs to a task runner.
-
-    Args:
-        tasks: The tasks to be served.
-        limit: See `serve`.
-        service: The call of `serve`.
-    """
+    """Prefect's task worker, which gives GPU task runs to a task runner."""
 
     def __init__(
         self, tasks: tuple[Task[..., Any], ...], limit: int | None, service: _Service
@@ -98,13 +85,7 @@ class GPUTaskWorker(TaskWorker):
     def _start(
         self, task: Task[..., Any], task_run: TaskRun, **engine: Any
     ) -> Future[State[Any]] | None:
-        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread.
-
-        Args:
-            task: As it was served, but for `isasync`.
-            task_run: As the worker has fetched it.
-            **engine: Other arguments of Prefect's engine.
-        """
+        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread."""
         own, around = run_tags(task, task_run, engine.get("context"))
         called, of_run = copy.copy(task), copy.copy(task)
         of_run.tags = own
@@ -121,12 +102,7 @@ class GPUTaskWorker(TaskWorker):
 
 
 class _Executor(ThreadPoolExecutor):
-    """The threads of a worker. What is submitted may be started without one.
-
-    Args:
-        limit: Most threads; `None`: Python's default.
-        start: Starts a task run; returns `None` where it needs a thread.
-    """
+    """The threads of a worker. `start` starts a task run without a thread, or returns `None`."""
 
     def __init__(self, limit: int | None, start: Callable[..., Future[State[Any]] | None]) -> None:
         super().__init__(max_workers=limit or None)
@@ -166,10 +142,9 @@ def serve(
     """Serve tasks in the background, as `prefect.task_worker.serve` does, and run each GPU task in its own process.
 
     Other programs call the tasks with `task.delay(...)`. GPU tasks wait in one queue with the GPU tasks of all
-    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`.
-
-    `serve` returns after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the
-    processes of GPU tasks, whose task runs become `Crashed`, and waits for other tasks.
+    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`. `serve` returns
+    after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the processes of GPU tasks,
+    whose task runs become `Crashed`, and waits for other tasks.
 
     Args:
         *tasks: At least one task, made with `@task`.
@@ -254,17 +229,9 @@ def _served(
     runner: GPUTaskRunner,
     timeout_s: float | None,
 ) -> Iterator[Future[None]]:
-    """Run Prefect's task worker beside a `with` block, in a thread and an event loop of its own.
+    """Run Prefect's task worker beside a `with` block, and yield a future that is done when the worker has ended.
 
-    In the caller's loop the worker would delay signals until its threads have ended.
-
-    Args:
-        start: Starts the worker.
-        runner: Runner of the GPU tasks.
-        timeout_s: See `_Service`.
-
-    Yields:
-        A future that is done when the worker has ended.
+    The worker has a thread and an event loop of its own: in the caller's loop it would delay signals.
     """
     with (
         capture_sigterm(),

@@ -1,7 +1,7 @@
 """NVIDIA GPUs and MIG instances, read through NVML.
 
-The only module that imports `pynvml`. It creates no CUDA context and changes nothing. Which devices
-`CUDA_VISIBLE_DEVICES` allows is decided in `visible`.
+The only module that imports `pynvml`. It creates no CUDA context and changes nothing. `visible` applies
+`CUDA_VISIBLE_DEVICES`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ Handle = Any
 #: NVML writes "not available" as the largest unsigned number; no device has half as much.
 _NOT_AVAILABLE_BYTES = 2**63
 
-#: Seconds between attempts to restart NVML while every device fails. It takes tens of milliseconds, and
-#: a lost GPU rarely comes back at once.
+#: Seconds between restarts of NVML, of tens of milliseconds, while every device fails. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
 
 
@@ -52,14 +51,14 @@ class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
     Args:
-        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
-        chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
+        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: not set.
+        chosen: Indices or UUID prefixes among these devices, in the wanted order; empty: all of them.
         clock: Sets the time of the snapshots.
         table: Finds the root of a process.
         memory: Reads the host's memory, for GPUs without memory of their own.
 
     Raises:
-        DeviceError: There is no driver, or a device that was named is not there.
+        DeviceError: There is no driver, or a named device is missing.
     """
 
     kind: DeviceKind = "nvml"
@@ -250,8 +249,7 @@ class NvmlReader(DeviceReader):
                 used[process.pid] = max(known, default=None)
         resident: tuple[ProcessUse, ...] = ()
         if unified and self._attributed:
-            # Memory from the driver is pinned and in no resident set, so a process holds both (from
-            # documentation, not measured).
+            # Memory from the driver is pinned and in no resident set: a process has both (documented, not measured).
             resident = tuple(
                 replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
                 for use in self._table.resident(roots)

@@ -1,7 +1,6 @@
 """The processes of each child of this process, and their host memory.
 
-A *root* is the process of one GPU task; its dataloaders and helpers belong to it. This module reads one host's
-process table, and no devices.
+A *root* is the process of one GPU task; its dataloaders and helpers belong to it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import psutil
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.scheduling.model import ProcessUse
 
-#: Least seconds between two scans of the whole process table. In between, the processes found last
-#: are read again, so a helper's memory shows up to this much late.
+#: Least seconds between two scans of the process table: a new helper's memory shows up to this much late.
 SCAN_INTERVAL_S = 1.0
 
 #: A scan may take one part in this number of the time: a shared node has thousands of processes.
@@ -37,10 +35,7 @@ class HostProcesses:
         return psutil.pids()
 
     def session_of(self, pid: int) -> int | None:
-        """Return the id of a process's session, which is the id of its leader; `None`: not found.
-
-        A system call of about 1 µs; other facts of a process take the reading of a file.
-        """
+        """Return the id of a process's session, by a call of 1 µs; `None`: not found. Other facts are read from files."""
         try:
             # As an argument 0 would mean this process, as a result a session of another namespace.
             return (os.getsid(pid) if pid > 0 else None) or None
@@ -70,12 +65,7 @@ class HostProcesses:
 
 
 class ProcessTable:
-    """Finds the processes of our children. Used by one thread at a time.
-
-    Args:
-        processes: Reads processes; `None`: the processes of this host.
-        clock: Determines when to scan again.
-    """
+    """Finds the processes of our children. Used by one thread at a time."""
 
     def __init__(self, processes: HostProcesses | None = None, clock: Clock | None = None) -> None:
         self.processes = processes or HostProcesses()
@@ -91,9 +81,8 @@ class ProcessTable:
     ) -> int | None:
         """Return the root of a process: itself, the leader of its session, or an ancestor.
 
-        A process leaves its parent's session only to lead its own, so all processes of a session
-        descend from its leader, and a root's descendants are found from session to session. On a host
-        with thousands of processes that reads a few hundred parents.
+        A process leaves its parent's session only to lead its own. So a session's processes descend from its leader, and
+        the search goes from session to session: a few hundred parents on a host with thousands of processes.
 
         Args:
             pid: Any process id, perhaps of another namespace.

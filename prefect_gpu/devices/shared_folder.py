@@ -1,10 +1,8 @@
 """A folder that all processes of a machine share, and files in it that a process holds for as long as it lives.
 
-The kernel ends a hold at any end of its process, also in another container or of another user.
-Nothing is left to clean up, and nothing depends on process ids.
-
-A process that was stopped (`SIGSTOP`, a debugger, a frozen container) still holds its files. Each process therefore
-sends heartbeats: it updates the modification time of its files. Other processes see which files are not updated.
+The kernel ends a hold at any end of its process, also in another container or of another user. A stopped process
+(`SIGSTOP`, a debugger, a frozen container) still holds its files. Therefore each process sends heartbeats: it updates the
+modification time of its files. Functions raise `OSError` if a file cannot be opened.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
 #: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
 
-#: Least number of looks that find the same time. After a pause of the whole machine every file has an old time
-#: at the first look.
+#: Least looks that find the same time: after a pause of the whole machine every file has an old time at first.
 SILENT_LOOKS = 3
 
 #: Seconds between two heartbeats of a process.
@@ -132,11 +129,8 @@ class SharedFolder:
 
     Args:
         path: Path of the folder; `None`: `default_folder()`, which is made for this user alone. A named folder must
-            be there; who may write to it is up to its permissions.
+            exist; its permissions say who may write to it.
         now: Returns monotonic seconds.
-
-    Raises:
-        OSError: The folder cannot be used.
     """
 
     def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -158,12 +152,9 @@ class SharedFolder:
         self._seen: dict[str, _Seen] = {}
 
     def make_file(self, name: str) -> None:
-        """Make a file of the folder unless it exists, without opening it.
+        """Make a plain file of the folder unless it exists, without opening it.
 
         A process that closes one of several descriptors of a file loses the locks that SQLite has on it.
-
-        Raises:
-            OSError: The file cannot be made, or is no plain file.
         """
         with contextlib.suppress(FileExistsError):
             self._make(name)
@@ -180,26 +171,17 @@ class SharedFolder:
             os.close(descriptor)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the folder, make it first if needed, and return its descriptor.
-
-        Raises:
-            OSError: The file cannot be opened, or is a link.
-        """
+        """Open a file of the folder, which is no link, make it first if needed, and return its descriptor."""
         while True:
             try:
                 return os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
-                # In a folder with the sticky bit the kernel may refuse `O_CREAT` for the file of another user
-                # (`fs.protected_regular`).
+                # With the sticky bit the kernel may refuse `O_CREAT` for another user's file (`fs.protected_regular`).
                 with contextlib.suppress(FileExistsError):
                     self._make(name)
 
     def hold(self, name: str) -> Hold | None:
-        """Hold a file of the folder; `None`: another process, or another part of this one, holds it.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Hold a file of the folder; `None`: another process, or another part of this one, holds it."""
         for _ in range(10):
             descriptor = self.open_file(name)
             if not _try_lock(descriptor):
@@ -224,22 +206,11 @@ class SharedFolder:
         return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
-        """Hold one of a number of files, as a semaphore of all processes of the machine.
-
-        Returns:
-            `None`: all files are held.
-
-        Raises:
-            OSError: The files cannot be opened.
-        """
+        """Hold one of `most` files, as a semaphore of all processes of the machine; `None`: all files are held."""
         return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
 
     def is_held(self, name: str) -> bool:
-        """Return whether a running process holds a file. A file that is not held is removed.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Return whether a running process holds a file. A file that is not held is removed."""
         if name != os.path.basename(name):
             # Another user may have written the name to have a file outside the folder removed.
             return False
@@ -272,10 +243,7 @@ class SharedFolder:
     def is_silent(self, name: str) -> bool:
         """Return whether the process that holds a file has sent no heartbeat for `SILENT_S` seconds.
 
-        Call it repeatedly. The time is measured between the calls, so clocks of other processes do not matter.
-
-        Args:
-            name: Of the file.
+        The time is measured between repeated calls, so clocks of other processes do not matter.
         """
         now_s = self._now()
         with self._lock:
@@ -293,11 +261,7 @@ class SharedFolder:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Hold a lock that all processes of the machine share by its name.
-
-        Raises:
-            OSError: The lock cannot be had, or another process keeps it for more than `LOCKED_S` seconds.
-        """
+        """Hold a lock that all processes of the machine share by its name; raise `OSError` after `LOCKED_S` seconds."""
         descriptor = self.open_file(name)
         pause = threading.Event()
         until_s = time.monotonic() + LOCKED_S

@@ -1,7 +1,6 @@
 """Simulated devices: numbers in this process, or shared by name, for tests and for trying out a schedule.
 
-It covers the arithmetic of a device's memory: contexts, allocations and caps. In a child, `prefect_gpu.testing`
-requests memory.
+In a child, `prefect_gpu.testing` requests memory.
 """
 
 from __future__ import annotations
@@ -176,15 +175,10 @@ def _parse_context(text: str) -> int:
 
 
 class SimulatedReader(DeviceReader):
-    """Reads simulated devices. Any thread may use it.
-
-    Args:
-        spec: The devices.
-        clock: Sets the time of the snapshots.
-        folder: Folder through which processes share the devices; `None`: not shared.
+    """Reads simulated devices. Any thread may use it. Processes share the devices through `folder`, if given.
 
     Raises:
-        DeviceError: Another process says something else of devices of that name.
+        DeviceError: Another process describes devices of that name differently.
         OSError: The folder cannot be used.
     """
 
@@ -231,10 +225,7 @@ class SimulatedReader(DeviceReader):
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Read or change the memory of processes, exclusively.
-
-        If the shared folder cannot be used any more, the devices belong to this flow alone, with one warning.
-        """
+        """Read or change the memory of processes, exclusively. If the shared folder fails, the flow continues alone."""
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
                 try:
@@ -266,10 +257,7 @@ class SimulatedReader(DeviceReader):
             self._folders[self.spec] = folder.path
 
     def folder_for(self, spec: SimulatedDevices) -> Path:
-        """Return the folder through which processes of tasks share devices without a name.
-
-        The reader's own devices are shared from the first call on.
-        """
+        """Return the folder through which processes of tasks share devices without a name, from the first call on."""
         with self._sharing:
             folder = self._folders.get(spec)
             if folder is not None:
@@ -338,13 +326,7 @@ class SimulatedReader(DeviceReader):
 
 
 class SimulatedMemory(ProcessMemory):
-    """The account of one process on simulated devices. Its context counts while it is attached.
-
-    Args:
-        reader: The devices.
-        device_uuids: UUIDs of the process's devices.
-        budget_bytes: Budget on each device, context included; `None`: no cap.
-    """
+    """The account of one process on simulated devices. Its context counts while it is attached, and in its budgets."""
 
     def __init__(
         self,

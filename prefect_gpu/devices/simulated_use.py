@@ -1,7 +1,6 @@
 """Use of simulated devices that processes of a machine share by a name.
 
-Each flow writes the memory of its children into a file, which it holds for as long as it lives. Readers add up
-the files of all flows.
+Each flow holds a file with the memory of its children. Readers add up the files of all flows.
 """
 
 from __future__ import annotations
@@ -32,12 +31,7 @@ class FlowUse:
 
 
 class SimulatedUse:
-    """The files of one name. Safe to use from several threads, within `alone`.
-
-    Args:
-        folder: Folder of the files.
-        name: Name of the devices.
-        devices: Description of the devices, which must be the same in all flows with this name.
+    """The files of one name. Safe to use from several threads, within `alone`. All flows describe the same `devices`.
 
     Raises:
         DeviceError: Another flow describes the devices differently.
@@ -72,11 +66,7 @@ class SimulatedUse:
             yield
 
     def others(self) -> list[FlowUse]:
-        """Return the memory of the children of other flows.
-
-        Raises:
-            OSError: The folder cannot be used, or another program has written to its files.
-        """
+        """Return the memory of the children of other flows; raise `OSError` if a file cannot be read."""
         return [use for _, use in self._files()]
 
     def write(self, use: Use) -> None:

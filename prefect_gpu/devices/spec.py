@@ -1,8 +1,4 @@
-"""The value of `devices=`, and the reader that it selects.
-
-Parsing is pure; only `open_reader` uses a driver. A specification is the key of its reader, so equal
-specifications share one reader.
-"""
+"""The value of `devices=`, and the reader that it selects. Equal specifications share one reader."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ class DeviceSpec:
 
 
 def parse_spec(value: object) -> DeviceSpec:
-    """Parse the value of `devices=`.
-
-    Args:
-        value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. A text has commas between
-            indices and UUID prefixes.
+    """Return the specification of a value: one of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`.
 
     Raises:
         DeviceError: The value is none of these.
@@ -102,7 +94,7 @@ def open_reader(
     clock: Clock | None = None,
     shared: Path | None = None,
 ) -> DeviceReader:
-    """Open the reader of a specification.
+    """Return the reader of a specification.
 
     Args:
         spec: Specification of the devices.
@@ -111,8 +103,7 @@ def open_reader(
         shared: Folder in which processes share simulated devices with a name; `None`: the default folder.
 
     Raises:
-        DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices; or simulated
-            ones cannot be shared.
+        DeviceError: The NVIDIA driver or devices are missing, or simulated devices cannot be shared.
     """
     if spec.kind == "simulated":
         assert spec.simulated is not None, "parse_spec sets it"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Entry, Row
-from prefect_gpu.cli import watch as watching
+from prefect_gpu.cli import terminal
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.status import Found, HeldBy, Status, machine_status, status_lines
 from prefect_gpu.devices.spec import DeviceSpec, parse_spec
@@ -261,13 +261,13 @@ def test_a_ledger_that_cannot_be_used_is_one_line(
     assert error.startswith("prefect-gpu: the ledger in ") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, False])
 def test_watch_shows_it_again_until_ctrl_c(
-    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
-        watching, "Console", lambda: Console(file=shown, force_terminal=terminal, width=20)
+        terminal, "Console", lambda: Console(file=shown, force_terminal=is_terminal, width=20)
     )
     times: list[int] = []
 
@@ -277,10 +277,10 @@ def test_watch_shows_it_again_until_ctrl_c(
             press_ctrl_c()
         return f"reading {len(times)} is longer than the line"
 
-    watching.repeat(show, 0.01)
-    printed = shown.getvalue() if terminal else capsys.readouterr().out
+    terminal.repeat(show, 0.01)
+    printed = shown.getvalue() if is_terminal else capsys.readouterr().out
     assert "reading 1" in printed and "reading 3" in printed
-    assert ("the line" in printed) is not terminal, "a terminal's lines are cut"
+    assert ("the line" in printed) is not is_terminal, "a terminal's lines are cut"
 
 
 HOST = Device("HOST-1", 0, "memory of here", 64 * GIB, "host", "here", 0)

@@ -57,7 +57,7 @@ def at(seconds: float, *inputs: UUID) -> Submission:
     return Submission(PLACED_AT + seconds, inputs)
 
 
-def test_first_runs_that_shared_devices_share_them_again() -> None:
+def test_first_runs_that_shared_devices_take_their_peak_memory() -> None:
     shared: dict[str, Any] = {"budget_source": "probe", "cap_bytes": 40 * GIB}
     tasks, _ = recorded_run(
         flow_run(
@@ -65,11 +65,8 @@ def test_first_runs_that_shared_devices_share_them_again() -> None:
             process(B, 0, 0, 10, peak_process_bytes=3, devices=(device(0), device(1)), **shared),
         )
     )
-    first, second = tasks
-    assert (first.request.memory, first.probe_bytes) == (None, 3 * GIB)
-    assert (second.request.memory, second.probe_bytes) == (None, 2), "of each device, rounded up"
-    schedule = simulate(tasks, SimulatedDevices("2x80GiB"))
-    assert schedule.makespan_s == 10
+    assert [task.request.memory for task in tasks] == [3 * GIB, 2], "of each device, rounded up"
+    assert simulate(tasks, SimulatedDevices("2x80GiB")).makespan_s == 10
 
 
 def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
@@ -90,7 +87,6 @@ def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
     assert (second.arrival_s, second.request.memory, second.request.priority) == (2, 8 * GIB, 3)
     assert (first.request.exclusive, second.request.exclusive) == (False, True)
     assert (third.request.count, third.request.memory) == (2, None)
-    assert third.probe_bytes is None, "its probe had the devices to itself"
     assert measured.measured_makespan_s == pytest.approx(19)
     assert measured.measured_devices == ("NVIDIA H200", "NVIDIA H200")
 

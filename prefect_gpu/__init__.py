@@ -61,40 +61,18 @@ _NAMES = {
     "reports.flow_leaderboard": ("publish_leaderboard",),
 }
 
+# fmt: off
 __all__ = [  # noqa: RUF022  # by importance
-    "GPUTaskRunner",
-    "serve",
-    "gpu",
-    "GPUPolicy",
-    "current_allocation",
-    "Allocation",
-    "phase",
-    "mark",
-    "step",
-    "report_metric",
-    "find_batch_size",
-    "release_cached",
-    "memory_snapshot",
-    "onnxruntime_provider_options",
-    "report",
-    "FlowRunReport",
-    "publish_leaderboard",
-    "LeaderboardRow",
-    "PrefectGPUError",
-    "PolicyError",
-    "SettingError",
-    "ResultError",
-    "PlacementError",
-    "PlacementTimeoutError",
-    "DeviceError",
-    "FrameworkError",
-    "ChildDiedError",
-    "ChildTimeoutError",
-    "BudgetExceededError",
-    "ReportError",
-    "ProtocolError",
+    "GPUTaskRunner", "serve", "gpu", "GPUPolicy",
+    "current_allocation", "Allocation", "phase", "mark", "step", "report_metric",
+    "find_batch_size", "release_cached", "memory_snapshot", "onnxruntime_provider_options",
+    "report", "FlowRunReport", "publish_leaderboard", "LeaderboardRow",
+    "PrefectGPUError", "PolicyError", "SettingError", "ResultError",
+    "PlacementError", "PlacementTimeoutError", "DeviceError", "FrameworkError",
+    "ChildDiedError", "ChildTimeoutError", "BudgetExceededError", "ReportError", "ProtocolError",
     "__version__",
 ]
+# fmt: on
 
 
 def _follow_prefects_task_worker() -> None:

@@ -94,31 +94,19 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         settings = read_settings(**given)
         # Pickled with the flow: plain values only.
         self._configuration = Configuration(
-            parse_spec(settings.devices if devices is None else devices),
-            settings.placement,
-            settings.max_processes,
-            settings.max_tasks_per_device,
-            settings.headroom,
-            settings.reports,
-            settings.standby,
-            settings.start_method,
-            settings.memory_snapshots,
-            settings.address or "",
-            settings.num_gpus,
-            settings.live_view,
-            settings.progress,
+            devices=parse_spec(settings.devices if devices is None else devices),
+            headroom_bytes=settings.headroom,
+            address=settings.address or "",
+            **settings.model_dump(exclude={"devices", "headroom", "address", "ledger"}),
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
             )
+        shown = given if devices is None else {"devices": devices, **given}
         #: Arguments, for `repr`.
-        self._shown = ", ".join(
-            f"{name}={value!r}"
-            for name, value in {"devices": devices, **given}.items()
-            if value is not None
-        )
+        self._shown = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         self._run: ActiveRunner | None = None
 
     def __repr__(self) -> str:

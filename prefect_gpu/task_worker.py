@@ -90,13 +90,10 @@ class GPUTaskWorker(TaskWorker):
         called, of_run = copy.copy(task), copy.copy(task)
         of_run.tags = own
         called.isasync = of_run.isasync = task.task_key in self._asynchronous
-        future = self._service.runner.submit_background(
-            of_run, {"task_run": task_run, **engine}, around
-        )
+        engine["task_run"] = task_run
+        future = self._service.runner.submit_background(of_run, engine, around)
         if future is None and called.isasync:
-            coroutine: Coroutine[Any, Any, Any] = run_task_async(
-                called, task_run=task_run, **engine
-            )
+            coroutine: Coroutine[Any, Any, Any] = run_task_async(called, **engine)
             return asyncio.run_coroutine_threadsafe(coroutine, asyncio.get_running_loop())
         return future
 
@@ -174,24 +171,15 @@ def serve(
 
 
 async def _run_worker(
-    tasks: tuple[Task[..., Any], ...],
-    limit: int | None,
-    status_server_port: int | None,
-    service: _Service,
+    tasks: tuple[Task[..., Any], ...], limit: int | None, port: int | None, service: _Service
 ) -> None:
     """Run a worker, and Prefect's page about it, as `prefect.task_worker.aserve` does."""
     worker, page = GPUTaskWorker(tasks, limit, service), None
-    if status_server_port is not None:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_status_server(worker),
-                host="127.0.0.1",
-                port=status_server_port,
-                access_log=False,
-                log_level="warning",
-            )
-        )
-        page = asyncio.create_task(server.serve())
+    if port is not None:
+        where: dict[str, Any] = {"host": "127.0.0.1", "port": port}
+        app = create_status_server(worker)
+        config = uvicorn.Config(app, access_log=False, log_level="warning", **where)
+        page = asyncio.create_task(uvicorn.Server(config).serve())
     try:
         await worker.astart()
     finally:
@@ -218,9 +206,8 @@ def _check(tasks: tuple[Any, ...], runner: Any) -> None:
             raise SettingError(f"serve() was given {each!r}; accepted: tasks, made with @task")
         parse_tags(each.tags, ())
     if not isinstance(runner, GPUTaskRunner):
-        raise SettingError(
-            f"runner={runner!r} is no task runner of prefect_gpu; accepted: GPUTaskRunner(...)"
-        )
+        problem = "is no task runner of prefect_gpu; accepted: GPUTaskRunner(...)"
+        raise SettingError(f"runner={runner!r} {problem}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -104,18 +104,15 @@ def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
     if not limits:
         return None
     used_bytes = _number(_text(folder / files.used)) or 0
-    match = re.search(
-        rf"^{files.reclaimable} ([0-9]+)$", _text(folder / "memory.stat"), re.MULTILINE
-    )
+    reclaimable = rf"(?m)^{files.reclaimable} ([0-9]+)$"
+    match = re.search(reclaimable, _text(folder / "memory.stat"))
     reclaimable_bytes = int(match[1]) if match else 0
     return HostMemory(min(limits), max(0, min(limits) - used_bytes + reclaimable_bytes))
 
 
 def _number(text: str) -> int | None:
-    text = text.strip()
-    if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:
-        return None
-    return int(text)
+    limited = text.strip().isdigit() and int(text) < _NO_LIMIT_BYTES
+    return int(text) if limited else None
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
@@ -123,8 +120,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
     machine = psutil.virtual_memory()
     bounds = [HostMemory(machine.total, machine.available)]
     for folder, version in _find_groups(root, "memory"):
-        files = _FILES[version]
-        group = _read_group(folder, files)
+        group = _read_group(folder, _FILES[version])
         if group is not None:
             bounds.append(group)
     total_bytes = min(bound.total_bytes for bound in bounds)
@@ -199,24 +195,11 @@ class HostReader(DeviceReader):
         self._memory = memory
         self._table = table or ProcessTable(clock=self._clock)
         host = hostname if hostname is not None else socket.gethostname()
-        total_bytes = memory().total_bytes
-        self._device = Device(
-            host_uuid(host), 0, "host memory", total_bytes, self.kind, host, machine=read_machine()
-        )
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the one device; see `DeviceReader.devices`."""
-        return (self._device,)
+        device = Device(host_uuid(host), 0, "host memory", memory().total_bytes, self.kind, host)
+        self._devices = (replace(device, machine=read_machine()),)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read it once; see `DeviceReader.read`."""
-        at_s = self._clock.now()
-        available_bytes = self._memory().available_bytes
-        return (
-            DeviceSnapshot(
-                device=self._device,
-                at_s=at_s,
-                free_bytes=min(available_bytes, self._device.total_bytes),
-                processes=self._table.resident(roots),
-            ),
-        )
+        at_s, (device,) = self._clock.now(), self._devices
+        free_bytes = min(self._memory().available_bytes, device.total_bytes)
+        return (DeviceSnapshot(device, at_s, free_bytes, processes=self._table.resident(roots)),)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 import psutil
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.shared_folder import read_namespace
 from prefect_gpu.scheduling.model import ProcessUse
 
 #: Least seconds between two scans of the process table: a new helper's memory shows up to this much late.
@@ -58,10 +59,7 @@ class HostProcesses:
 
     def in_initial_namespace(self) -> bool:
         """Return whether process ids here are the host's own, as a driver knows them."""
-        try:
-            return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
-        except OSError:
-            return False
+        return read_namespace() == INITIAL_PID_NAMESPACE
 
 
 class ProcessTable:

@@ -51,13 +51,14 @@ class DeviceReader:
     kind: DeviceKind
     #: Whether the devices belong to other machines.
     remote = False
+    _devices: tuple[Device, ...] = ()
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices, in the order of their `index`; on one machine the same every time.
 
         On a cluster they are sorted by node, and are those of the last `read`: nodes join and leave.
         """
-        raise NotImplementedError
+        return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Return a snapshot of every device, in the order of `devices()`; one with `error` for a device that fails.

@@ -147,25 +147,23 @@ class Sampler:
             return False
 
     def _pause_s(self) -> float:
-        if self._failures <= 1:
-            return self._interval_s
         # The exponent is bounded: 2.0 ** 1024 overflows after hours without a driver.
-        doubled_s = self._interval_s * 2.0 ** min(self._failures - 1, 16)
+        doubled_s = self._interval_s * 2.0 ** min(max(self._failures - 1, 0), 16)
         return max(self._interval_s, min(doubled_s, MAX_BACK_OFF_S))
 
     def read(self) -> Reading:
-        """Read the devices, on the caller's thread; what goes wrong is in the reading's `error`."""
+        """Return a reading of the devices, made on the caller's thread; a failure is in its `error`."""
         at_s = self._clock.now()
         host_available_bytes = 0
         try:
             if self._reader.kind != "host":
                 host_available_bytes = self._read_host_available()
             snapshots = self._reader.read(self._roots())
+            # Other machines have smoothed their own.
             if not self._reader.remote:
-                # Other machines have smoothed their own.
                 snapshots = tuple(map(self._utilisation.smooth, snapshots))
+            # The host's available memory is the free memory of that device.
             if self._reader.kind == "host":
-                # The host's available memory is the free memory of that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
         except DeviceError as error:

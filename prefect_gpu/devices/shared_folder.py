@@ -23,31 +23,12 @@ import psutil
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
 #: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Without the prefix "fuse.".
-NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "afs",
-        "9p",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "ceph-fuse",
-        "glusterfs",
-        "panfs",
-        "pvfs2",
-        "wekafs",
-        "juicefs",
-        "sshfs",
-        "s3fs",
-        "gcsfuse",
-        "rclone",
-    }
-)
+# fmt: off
+NETWORK_FILE_SYSTEMS = frozenset({
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "lustre", "gpfs", "beegfs", "ceph", "ceph-fuse",
+    "glusterfs", "panfs", "pvfs2", "wekafs", "juicefs", "sshfs", "s3fs", "gcsfuse", "rclone",
+})
+# fmt: on
 
 #: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
@@ -101,15 +82,13 @@ class Hold:
             return
         # Set explicitly: the kernel's own time stamps advance in steps of some milliseconds.
         self._time_ns = max(self._time_ns + 1, time.time_ns())
-        try:
-            os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
-        except PermissionError:
-            # The file belongs to another user. Only the current time may be set.
-            with contextlib.suppress(OSError):
+        # After a failure other processes take this one for stopped, which delays nothing here.
+        with contextlib.suppress(OSError):
+            try:
+                os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
+            except PermissionError:
+                # The file belongs to another user: only the current time may be set.
                 os.utime(self.descriptor)
-        except OSError:
-            # Other processes will take this one for stopped, which delays nothing here.
-            pass
 
 
 @dataclass(frozen=True, slots=True)

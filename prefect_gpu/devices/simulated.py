@@ -42,16 +42,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 
 
+@dataclass(eq=False, repr=False)
 class SimulatedOutOfMemoryError(RuntimeError):
-    """A simulated device, or a cap on it, has less memory than was requested.
-
-    Args:
-        requested_bytes: Requested size.
-        free_bytes: Free memory of the device.
-        total_bytes: Memory of the device.
-        cap_bytes: Cap of the process on the device; `None`: no cap.
-        live_bytes: Allocated memory of the process on the device.
-    """
+    """A simulated device, or a cap on it, has less memory than was requested."""
 
     #: Marks an out-of-memory without a framework, for the child.
     __prefect_gpu_out_of_memory__ = True
@@ -59,27 +52,24 @@ class SimulatedOutOfMemoryError(RuntimeError):
     #: UUID of the device; empty: not known. Set in the child.
     device_uuid = ""
 
-    def __init__(
-        self,
-        requested_bytes: int,
-        free_bytes: int,
-        total_bytes: int,
-        cap_bytes: int | None,
-        live_bytes: int,
-    ) -> None:
-        super().__init__(requested_bytes, free_bytes, total_bytes, cap_bytes, live_bytes)
-        self.requested_bytes = requested_bytes
-        self.free_bytes = free_bytes
-        self.total_bytes = total_bytes
-        self.cap_bytes = cap_bytes
-        self.live_bytes = live_bytes
+    requested_bytes: int
+    #: Free memory, and all memory, of the device.
+    free_bytes: int
+    total_bytes: int
+    #: Cap of the process on the device; `None`: no cap.
+    cap_bytes: int | None
+    #: Allocated memory of the process on the device.
+    live_bytes: int
+
+    def __post_init__(self) -> None:
+        # Pickle calls the class with `args` in the other process.
+        self.args = tuple(vars(self).values())
 
     @property
     def hit_cap(self) -> bool:
-        """Return whether the request exceeds the process's own cap."""
-        return self.cap_bytes is not None and self.live_bytes + self.requested_bytes > (
-            self.cap_bytes
-        )
+        """Whether the request exceeds the process's own cap."""
+        wanted_bytes = self.live_bytes + self.requested_bytes
+        return self.cap_bytes is not None and wanted_bytes > self.cap_bytes
 
     def __repr__(self) -> str:
         # The text, as errors of frameworks have it, not the numbers.
@@ -119,7 +109,6 @@ class SimulatedDevices:
     text: str = field(compare=False)
 
     def __init__(self, devices: str, context: str | None = None) -> None:
-        # The class is frozen, so that only this may set them.
         sizes, at, name = devices.partition("@")
         if at and not _NAME.fullmatch(name):
             raise DeviceError(
@@ -195,18 +184,11 @@ class SimulatedReader(DeviceReader):
         host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
         #: Devices by UUID.
-        self.by_uuid = {
-            f"{prefix}{i}": Device(
-                f"{prefix}{i}",
-                i,
-                f"simulated {format_bytes(size)}",
-                size,
-                self.kind,
-                host,
-                machine=machine,
-            )
-            for i, size in enumerate(spec.sizes_bytes)
-        }
+        self.by_uuid: dict[str, Device] = {}
+        for i, size in enumerate(spec.sizes_bytes):
+            uuid, name = f"{prefix}{i}", f"simulated {format_bytes(size)}"
+            self.by_uuid[uuid] = Device(uuid, i, name, size, self.kind, host, machine=machine)
+        self._devices = tuple(self.by_uuid.values())
         #: Guards all below.
         self._lock = threading.Lock()
         #: Accounts of this flow's processes on the devices, by process id. Used within `account`.
@@ -230,25 +212,22 @@ class SimulatedReader(DeviceReader):
             if self._shared is not None:
                 try:
                     alone.enter_context(self._shared.alone())
-                    self._elsewhere = self._shared.others()
+                    self._elsewhere = [use for _, use in self._shared.others()]
                 except OSError as error:
                     self._share_nothing(error)
             yield
             if self._shared is None:
                 return
             try:
-                self._shared.write(
-                    {
-                        uuid: {
-                            p: size
-                            for p, m in self.attached.items()
-                            if (size := m.held_bytes(uuid))
-                        }
-                        for uuid in self.by_uuid
-                    }
-                )
+                self._shared.write({uuid: dict(self._own(uuid)) for uuid in self.by_uuid})
             except OSError as error:
                 self._share_nothing(error)
+
+    def _own(self, device_uuid: str) -> Iterator[tuple[int, int]]:
+        """Yield each process of this flow on a device, with its bytes."""
+        for pid, memory in self.attached.items():
+            if held_bytes := memory.held_bytes(device_uuid):
+                yield pid, held_bytes
 
     def _share(self, folder: SharedFolder) -> None:
         sizes = [*self.spec.sizes_bytes, self.spec.context_bytes]
@@ -275,15 +254,8 @@ class SimulatedReader(DeviceReader):
 
     def _share_nothing(self, error: OSError) -> None:
         self._shared, self._elsewhere = None, ()
-        logger.warning(
-            "what other flows hold of simulated devices @%s is not seen from now on: %s",
-            self.spec.name,
-            error,
-        )
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices; see `DeviceReader.devices`."""
-        return tuple(self.by_uuid.values())
+        text = "memory of other flows on simulated devices @%s is not seen from now on: %s"
+        logger.warning(text, self.spec.name, error)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
@@ -294,8 +266,8 @@ class SimulatedReader(DeviceReader):
                     device=device,
                     at_s=at_s,
                     free_bytes=self.free_bytes(uuid),
+                    # A process that is no root any more may still have memory.
                     processes=tuple(
-                        # A process that is no root any more may still hold memory.
                         ProcessUse(pid, pid if pid in roots else None, held_bytes)
                         for pid, held_bytes in self._processes(uuid)
                     ),
@@ -311,15 +283,13 @@ class SimulatedReader(DeviceReader):
 
     def free_bytes(self, device_uuid: str) -> int:
         """Return the free memory of a device. Called within `account`."""
-        held_bytes = sum(memory.held_bytes(device_uuid) for memory in self.attached.values())
+        held_bytes = sum(held_bytes for _, held_bytes in self._own(device_uuid))
         held_bytes += sum(sum(each.use.get(device_uuid, {}).values()) for each in self._elsewhere)
         return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
 
     def _processes(self, device_uuid: str) -> Iterator[tuple[int, int]]:
         """Yield each process of this PID namespace on a device, with its bytes."""
-        for pid, memory in self.attached.items():
-            if held_bytes := memory.held_bytes(device_uuid):
-                yield pid, held_bytes
+        yield from self._own(device_uuid)
         for each in self._elsewhere:
             if each.namespace == read_namespace():
                 yield from each.use.get(device_uuid, {}).items()
@@ -382,9 +352,8 @@ class SimulatedMemory(ProcessMemory):
 
     def held_bytes(self, device_uuid: str) -> int:
         """Return the process's bytes on a device, context included."""
-        if device_uuid not in self._live:
-            return 0
-        return self._reader.spec.context_bytes + self._live[device_uuid]
+        live_bytes = self._live.get(device_uuid)
+        return 0 if live_bytes is None else self._reader.spec.context_bytes + live_bytes
 
     def _allocate(self, device_uuid: str, size_bytes: int) -> None:
         """Allocate memory, or raise the error that the child raises."""

@@ -11,6 +11,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,15 +41,14 @@ class SimulatedUse:
 
     def __init__(self, folder: SharedFolder, name: str, devices: Sequence[object]) -> None:
         self._folder = folder
-        # A name has no space.
-        self._prefix = f"simulated {name} "
         self._lock = f"simulated {name}"
+        # A name has no space.
+        self._prefix = f"{self._lock} "
         self._devices = list(devices)
-        self._namespace = read_namespace()
         self._written = ""
         self._name = f"{self._prefix}{uuid.uuid4().hex}"
         with self.alone():
-            for theirs, _ in self._files():
+            for theirs, _ in self.others():
                 if theirs != self._devices:
                     raise DeviceError(
                         f"simulated devices @{name}: this flow says {self._devices} (bytes of each, and of a context) "
@@ -59,31 +59,24 @@ class SimulatedUse:
         # No other flow would remove the file of the last one.
         weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> AbstractContextManager[None]:
         """Wait until no other flow reads or writes."""
-        with self._folder.locked(self._lock):
-            yield
-
-    def others(self) -> list[FlowUse]:
-        """Return the memory of the children of other flows; raise `OSError` if a file cannot be read."""
-        return [use for _, use in self._files()]
+        return self._folder.locked(self._lock)
 
     def write(self, use: Use) -> None:
         """Write the memory of the children of this flow."""
         if self._hold is None or not self._hold.held:
             # A fork of the flow has no children here.
             return
-        text = json.dumps(
-            {"devices": self._devices, "namespace": self._namespace, "use": use}, sort_keys=True
-        )
+        said = {"devices": self._devices, "namespace": read_namespace(), "use": use}
+        text = json.dumps(said, sort_keys=True)
         if text != self._written:
             written = os.pwrite(self._hold.descriptor, text.encode(), 0)
             os.ftruncate(self._hold.descriptor, written)
             self._written = text
 
-    def _files(self) -> Iterator[tuple[list[object], FlowUse]]:
-        """Yield each other flow's devices, and its children's memory on them."""
+    def others(self) -> Iterator[tuple[list[object], FlowUse]]:
+        """Yield each other flow's devices, and its children's memory on them; raise `OSError` for an unreadable file."""
         for path in self._folder.path.glob(f"{self._prefix}*"):
             if path.name == self._name or not self._folder.is_held(path.name):
                 continue
@@ -95,9 +88,8 @@ class SimulatedUse:
                 }
                 yield said["devices"], FlowUse(said["namespace"], use)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                raise OSError(
-                    f"{path} cannot be read ({type(error).__name__}: {error}): another program has written to it"
-                ) from error
+                why = f"({type(error).__name__}: {error}): another program has written to it"
+                raise OSError(f"{path} cannot be read {why}") from error
 
 
 def _remove(path: Path, pid: int) -> None:

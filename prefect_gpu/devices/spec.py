@@ -105,9 +105,13 @@ def open_reader(
     Raises:
         DeviceError: The NVIDIA driver or devices are missing, or simulated devices cannot be shared.
     """
-    if spec.kind == "simulated":
-        assert spec.simulated is not None, "parse_spec sets it"
-        return _open_simulated(spec.simulated, clock, shared)
+    if spec.simulated is not None:
+        try:
+            folder = SharedFolder(shared) if spec.simulated.name else None
+            return SimulatedReader(spec.simulated, clock, folder)
+        except OSError as error:
+            problem = f"{spec.simulated!r} cannot be shared by processes: {error}"
+            raise DeviceError(problem) from error
     if spec.kind == "host":
         return HostReader(clock=clock)
     from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
@@ -121,14 +125,3 @@ def open_reader(
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return HostReader(clock=clock)
-
-
-def _open_simulated(
-    simulated: SimulatedDevices, clock: Clock | None, shared: Path | None
-) -> DeviceReader:
-    if not simulated.name:
-        return SimulatedReader(simulated, clock)
-    try:
-        return SimulatedReader(simulated, clock, SharedFolder(shared))
-    except OSError as error:
-        raise DeviceError(f"{simulated!r} cannot be shared by processes: {error}") from error

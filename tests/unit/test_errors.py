@@ -72,9 +72,7 @@ def test_an_error_crosses_a_pipe_unchanged(error: Exception, parts: list[str]) -
 @pytest.mark.parametrize(
     "error", [each for each, _ in ERRORS], ids=lambda each: type(each).__name__
 )
-def test_the_repr_of_an_error_is_short_but_for_what_prefect_makes_a_state_of(
-    error: Exception,
-) -> None:
+def test_the_repr_of_an_error_is_short(error: Exception) -> None:
     shown = repr(error)
     assert shown.startswith(type(error).__name__)
     if isinstance(error, errors.ChildTimeoutError):

@@ -52,9 +52,7 @@ def test_a_phase_that_raises_has_an_end(recorder: FakeRecorder) -> None:
     assert recorder.heard == ["begin a", "end a"]
 
 
-def test_a_phase_ends_at_the_recorder_that_began_it(
-    recorder: FakeRecorder,
-) -> None:
+def test_a_phase_ends_at_the_recorder_that_began_it(recorder: FakeRecorder) -> None:
     with inside.phase("a"):
         inside.set_current_recorder(None)
     assert recorder.heard == ["begin a", "end a"]

@@ -20,6 +20,8 @@ from prefect_gpu.process_resources import (
     start_thread,
 )
 
+Patch = pytest.MonkeyPatch
+
 
 class Held:
     """A shared object that says what became of it."""
@@ -129,9 +131,7 @@ def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
         thread.join(30)
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_that_names_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_of_a_thread_that_cannot_start_names_the_limit(monkeypatch: Patch) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -140,7 +140,7 @@ def test_a_thread_that_cannot_be_started_is_an_error_that_names_the_limit(
         start_thread(lambda: None, "a test's")
 
 
-def test_without_proc_a_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_a_size_is_unknown(monkeypatch: Patch) -> None:
     def refuse(*args: object, **kwargs: object) -> Any:
         raise FileNotFoundError
 
@@ -175,9 +175,7 @@ def test_a_call_goes_on_to_its_end_though_ctrl_c_is_pressed() -> None:
     assert ended == ["it"]
 
 
-def test_a_call_for_which_no_thread_can_be_started_is_made_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_for_which_no_thread_can_be_started_is_made_at_once(monkeypatch: Patch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

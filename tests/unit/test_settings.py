@@ -14,11 +14,13 @@ from prefect_gpu.errors import SettingError
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.units import MIB
 
+Patch = pytest.MonkeyPatch
+
 PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_of_this_machine(monkeypatch: Patch) -> None:
     for name in (
         "DEVICES",
         "PLACEMENT",
@@ -56,7 +58,7 @@ def test_settings_have_defaults() -> None:
     }
 
 
-def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_every_setting(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PREFIX + "DEVICES", "simulated:2x24GiB")
     monkeypatch.setenv(PREFIX + "PLACEMENT", "pack")
     monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "3")
@@ -79,7 +81,7 @@ def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.reports is False
 
 
-def test_an_empty_folder_for_snapshots_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_folder_for_snapshots_is_none(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "")
     assert GPUSettings().memory_snapshots is None
 
@@ -87,9 +89,7 @@ def test_an_empty_folder_for_snapshots_is_none(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12)]
 )
-def test_standby_is_a_word_or_a_number(
-    monkeypatch: pytest.MonkeyPatch, text: str, standby: object
-) -> None:
+def test_standby_is_a_word_or_a_number(monkeypatch: Patch, text: str, standby: object) -> None:
     monkeypatch.setenv(PREFIX + "STANDBY", text)
     assert GPUSettings().standby == standby
 
@@ -111,7 +111,7 @@ def test_gpus_are_reserved_on_a_cluster_alone() -> None:
         GPUSettings(num_gpus=2)
 
 
-def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headroom_may_be_zero(monkeypatch: Patch) -> None:
     monkeypatch.setenv(PREFIX + "HEADROOM", "0")
     assert GPUSettings().headroom == 0
 
@@ -123,16 +123,12 @@ def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("HEADROOM", "9" * 400 + "GiB", "accepted", id="headroom beyond numbers"),
         pytest.param("PLACEMENT", "random", "spread", id="an unknown placement"),
         pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
-        pytest.param(
-            "MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"
-        ),
+        pytest.param("MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "two", "valid integer", id="a word for a number"),
         pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
     ],
-)
-def test_bad_values_are_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str, problem: str
-) -> None:
+)  # fmt: skip
+def test_bad_values_are_refused(monkeypatch: Patch, name: str, text: str, problem: str) -> None:
     monkeypatch.setenv(PREFIX + name, text)
     with pytest.raises(ValidationError, match=problem):
         GPUSettings()
@@ -143,9 +139,7 @@ def test_settings_can_be_pickled_with_a_flow() -> None:
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_a_runner_names_the_argument_or_the_setting_that_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_runner_names_the_argument_or_the_setting_that_is_wrong(monkeypatch: Patch) -> None:
     wrong: Any = "random"
     with pytest.raises(ValueError, match=r"^GPUTaskRunner\(placement='random'\): it should be "):
         GPUTaskRunner(placement=wrong)

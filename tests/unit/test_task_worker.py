@@ -28,13 +28,9 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
     ("served", "of_run", "called_in", "own", "around"),
     [
         pytest.param({"gpu"}, {"gpu"}, None, {"gpu"}, set(), id="its own, without parameters"),
-        pytest.param(
-            {"gpu"}, {"gpu", "a"}, None, {"gpu"}, {"a"}, id="a context's, without parameters"
-        ),
+        pytest.param({"gpu"}, {"gpu", "a"}, None, {"gpu"}, {"a"}, id="a context's, without parameters"),
         pytest.param({"gpu"}, {"gpu"}, context(set()), {"gpu"}, set(), id="its own"),
-        pytest.param(
-            {"gpu"}, {"gpu", "a"}, context({"a"}), {"gpu"}, {"a"}, id="its own, and a context's"
-        ),
+        pytest.param({"gpu"}, {"gpu", "a"}, context({"a"}), {"gpu"}, {"a"}, id="its own, and a context's"),
         pytest.param(
             {"gpu:memory=1GiB"},
             {"gpu:memory=2GiB"},
@@ -43,14 +39,7 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
             set(),
             id="those of with_options in place of its own",
         ),
-        pytest.param(
-            {"gpu"},
-            {"gpu"},
-            context({"gpu"}),
-            {"gpu"},
-            {"gpu"},
-            id="its own, which a context has too",
-        ),
+        pytest.param({"gpu"}, {"gpu"}, context({"gpu"}), {"gpu"}, {"gpu"}, id="its own, which a context has too"),
         pytest.param(
             {"gpu"},
             {"gpu", "a"},
@@ -60,7 +49,7 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
             id="not those of the flow run that called delay",
         ),
     ],
-)
+)  # fmt: skip
 def test_tags_of_a_run(
     served: set[str],
     of_run: set[str],

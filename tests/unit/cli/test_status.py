@@ -29,6 +29,9 @@ from prefect_gpu.scheduling.model import (
 from prefect_gpu.units import GIB
 from tests.fakes.ctrl_c import press_ctrl_c
 
+Patch = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+
 HERE = "pid:[1]"
 DEVICES = [Device(f"GPU-{at}", at, "NVIDIA H200", 100 * GIB, "nvml", "here", at) for at in range(2)]
 
@@ -76,9 +79,7 @@ def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Sta
         ("not suspended: it uses jax", "runs"),
     ],
 )
-def test_a_suspended_task_is_shown_as_such_and_one_that_was_refused_as_running(
-    suspension: str, state: str
-) -> None:
+def test_a_suspended_task_is_not_shown_as_running(suspension: str, state: str) -> None:
     (task,) = look(entry("a", 20, 1, (0,), running=True, suspension=suspension)).tasks
     assert task.state == state
 
@@ -219,9 +220,7 @@ def write_entries(folder: Path, *entries: tuple[str, Entry]) -> HostStore:
     return store
 
 
-def test_the_command_reads_the_ledger_of_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_the_ledger(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path))
     given = ["status", "--devices", "simulated:2x8GiB@status", "--json"]
     assert main(given) == 0
@@ -252,8 +251,8 @@ def test_the_command_reads_the_ledger_of_the_machine(
     assert json.loads(capsys.readouterr().out)["tasks"] == [], "its process has left"
 
 
-def test_a_ledger_that_cannot_be_used_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_unusable_ledger_is_one_line(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path / "missing"))
     assert main(["status", "--devices", "host"]) == 2
@@ -262,9 +261,7 @@ def test_a_ledger_that_cannot_be_used_is_one_line(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_watch_shows_it_again_until_ctrl_c(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_watch_repeats_until_ctrl_c(is_terminal: bool, monkeypatch: Patch, capsys: Capture) -> None:
     shown = io.StringIO()
     monkeypatch.setattr(
         terminal, "Console", lambda: Console(file=shown, force_terminal=is_terminal, width=20)

@@ -135,9 +135,7 @@ def test_reading_goes_on_after_closing(reader: DeviceReader) -> None:
     assert tuple(snapshot.device for snapshot in reader.read(())) == devices
 
 
-def test_what_is_stored_about_a_process_begins_empty_and_ends_with_it(
-    reader: DeviceReader,
-) -> None:
+def test_what_is_stored_about_a_process_begins_empty_and_ends_with_it(reader: DeviceReader) -> None:
     memory = reader.process_memory([reader.devices()[0].uuid], None)
     assert memory.live_bytes() is memory.detach() is None
     memory.attach(ME)

@@ -166,9 +166,7 @@ def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
     assert rig.next().error == ""
 
 
-def test_an_internal_error_is_reported_as_an_error(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_internal_error_is_reported(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def raises() -> int:
         raise ZeroDivisionError("oops")
 
@@ -178,9 +176,7 @@ def test_an_internal_error_is_reported_as_an_error(
     assert "could not be read" in caplog.text
 
 
-def test_a_publish_that_raises_does_not_end_the_readings(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_publish_that_raises_does_not_end_the_readings(caplog: pytest.LogCaptureFixture) -> None:
     seen: queue.Queue[float] = queue.Queue()
 
     def publish(reading: Reading) -> None:

@@ -141,7 +141,7 @@ def test_a_process_that_is_stopped_in_the_middle_holds_no_other_up(
     assert "is not seen from now on: another process has kept" in record.getMessage()
 
 
-def test_a_file_that_was_cut_short_is_named(
+def test_a_file_that_is_cut_short_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader, other = flow(tmp_path), flow(tmp_path)

@@ -18,14 +18,9 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition` is notified or time is up.
+        """Wait until `condition`, which the caller holds, is notified; return `False` after `timeout_s` (`None`: no limit).
 
-        Args:
-            condition: Held by the caller, released while waiting, held again on return.
-            timeout_s: Seconds, `None`: no limit.
-
-        Returns:
-            `False` if time was up first. As with any condition, the caller checks its state again.
+        As with any condition, the caller checks its state again.
         """
         ...
 

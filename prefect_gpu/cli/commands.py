@@ -50,11 +50,21 @@ if TYPE_CHECKING:
     from prefect_gpu.scheduling.model import DeviceSnapshot
     from prefect_gpu.settings import GPUSettings
 
+
+def _version() -> str:
+    """Print the version.
+
+    Examples:
+        prefect-gpu version
+    """
+    return f"prefect-gpu {version('prefect-gpu')}"
+
+
 app = App(
     name="prefect-gpu",
     help="Devices, tasks that use or want them, tags, reports and simulated schedules of prefect_gpu.",
     help_epilogue="Examples:\n\n    prefect-gpu status --watch\n    prefect-gpu report quiet-fox",
-    version=lambda: f"prefect-gpu {version('prefect-gpu')}",
+    version=_version,
     version_flags=("--version",),
     # Options have the names given here and no negative form.
     default_parameter=Parameter(negative=(), show_default=False),
@@ -301,15 +311,6 @@ def _check(tags: list[str], /, *, as_json: AsJson = False) -> str | int:
     return 1
 
 
-def _version() -> str:
-    """Print the version.
-
-    Examples:
-        prefect-gpu version
-    """
-    return f"prefect-gpu {version('prefect-gpu')}"
-
-
 def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
     memory = policy.memory
     if memory is None:
@@ -373,22 +374,19 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
     }
 
 
-for _command, _name in (
-    (_devices, "devices"),
-    (_status, "status"),
-    (suspend, "suspend"),
-    (resume, "resume"),
-    (_doctor, "doctor"),
-    (_check, "check"),
-    (show_report, "report"),
-    (recommend, "recommend"),
-    (simulate_command, "simulate"),
-    (_version, "version"),
-):
-    _add(_command, _name)
+_add(_devices, "devices")
+_add(_status, "status")
+_add(suspend, "suspend")
+_add(resume, "resume")
+_add(_doctor, "doctor")
+_add(_check, "check")
+_add(show_report, "report")
+_add(recommend, "recommend")
+_add(simulate_command, "simulate")
+_add(_version, "version")
 _history = App(
     name="history",
-    help="List what is learned of tasks, or delete it.",
+    help="List the histories of tasks, or delete them.",
     help_epilogue="Examples:\n\n    prefect-gpu history list",
 )
 app.command(_history)

@@ -45,12 +45,9 @@ def process(
 def flow_run(
     *reports: TaskReport, submissions: Mapping[UUID, Submission] | None = None
 ) -> FlowRunReport:
-    processes = tuple(
-        ProcessReport(each.task_run_name, each.task_run_id, "", each.metadata()) for each in reports
-    )
-    return FlowRunReport(
-        "quiet-fox", UUID(int=9), "Completed", "", {}, processes, submissions or {}
-    )
+    found = (ProcessReport(r.task_run_name, r.task_run_id, "", r.metadata()) for r in reports)
+    run = ("quiet-fox", UUID(int=9), "Completed", "")
+    return FlowRunReport(*run, {}, tuple(found), submissions or {})
 
 
 def at(seconds: float, *inputs: UUID) -> Submission:
@@ -78,12 +75,8 @@ def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
         )
     )
     first, second, third = tasks
-    assert (first.request.task_name, first.arrival_s, first.duration_s, first.request.memory) == (
-        "task-1",
-        0,
-        10,
-        6 * GIB,
-    )
+    assert (first.request.task_name, first.request.memory) == ("task-1", 6 * GIB)
+    assert (first.arrival_s, first.duration_s) == (0, 10)
     assert (second.arrival_s, second.request.memory, second.request.priority) == (2, 8 * GIB, 3)
     assert (first.request.exclusive, second.request.exclusive) == (False, True)
     assert (third.request.count, third.request.memory) == (2, None)
@@ -147,12 +140,8 @@ def test_a_process_comes_after_the_one_before_it_of_its_task_run() -> None:
             submissions={A: at(0), B: at(0, A)},
         )
     )
-    assert (second.request.task_name, second.after, second.request.memory) == (
-        "task-1 #2",
-        (0,),
-        9 * GIB,
-    )
-    assert second.lag_s == pytest.approx(0.5)
+    assert (second.request.task_name, second.request.memory) == ("task-1 #2", 9 * GIB)
+    assert (second.after, second.lag_s) == ((0,), pytest.approx(0.5))
     assert other.after == (1,), "the last process has the result"
     assert first.after == ()
 

@@ -64,14 +64,8 @@ def test_tasks_start_when_and_where_there_is_free_memory() -> None:
         task("two", 7, 24, count=2),
     ]
     schedule = simulate(tasks, TWO)
-    assert starts(schedule) == {
-        "a": 0.0,
-        "b": 0.0,
-        "late": 3.0,
-        "c": 10.0,
-        "after both": 27.0,
-        "two": 20.0,
-    }
+    later = {"late": 3.0, "c": 10.0, "after both": 27.0, "two": 20.0}
+    assert starts(schedule) == {"a": 0.0, "b": 0.0, **later}
     assert schedule.makespan_s == 31.0
     assert schedule.max_wait_s == 20.0
     assert schedule.utilisation == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
@@ -106,13 +100,10 @@ def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
         task("fine", 2, 1),
     ]
     schedule = simulate(tasks, TWO)
-    refusals = [o.refusal for o in schedule.tasks]
-    assert "larger than any device" in refusals[0]
-    assert refusals[1:] == [
-        "comes after 'huge', which can never run",
-        "comes after 'after it', which can never run",
-        "",
-    ]
+    first, second, third, fine = (o.refusal for o in schedule.tasks)
+    assert "larger than any device" in first
+    assert second == "comes after 'huge', which can never run"
+    assert (third, fine) == ("comes after 'after it', which can never run", "")
     assert [o.name for o in schedule.tasks if o.ended_s is not None] == ["fine"]
     assert schedule.makespan_s == 2.0
     none = simulate(tasks[:1], TWO)
@@ -205,9 +196,9 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     patience: Patience,
     max_tasks: int | None,
 ) -> None:
-    schedule = simulate(tasks, there, max_tasks, style=style, patience=patience)
-    again = simulate(tasks, there, max_tasks, style=style, patience=patience)
-    assert schedule == again, "the same every time"
+    asked = partial(simulate, tasks, there, max_tasks, style=style, patience=patience)
+    schedule = asked()
+    assert schedule == asked(), "the same every time"
     ran = [
         (each, o, o.started_s, o.ended_s)
         for each, o in zip(tasks, schedule.tasks, strict=True)
@@ -224,21 +215,16 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     if ran:
         assert schedule.makespan_s >= schedule.lower_bound_s * (1 - 1e-9)
     for moment in {started_s for _, _, started_s, _ in ran}:
-        held: dict[int, list[Request]] = {}
+        held: dict[int, list[ListedTask]] = {}
         for each, outcome, started_s, ended_s in ran:
             for device in outcome.devices if started_s <= moment < ended_s else ():
-                held.setdefault(device, []).append(each.request)
-        for device, requests in held.items():
+                held.setdefault(device, []).append(each)
+        for device, those in held.items():
             size = there.sizes_bytes[device]
-            assert sum(map(partial(least_bytes, size), requests)) <= size, "more than there is"
-            assert len(requests) == 1 or not any(r.exclusive for r in requests)
-            assert max_tasks is None or len(requests) <= max_tasks
-
-
-def least_bytes(size: int, request: Request) -> int:
-    if isinstance(request.memory, float):
-        return int(request.memory * size)
-    return request.memory if isinstance(request.memory, int) else size
+            least_bytes = sum(int(each.least_bytes(size)) for each in those)
+            assert least_bytes <= size, "more than there is"
+            assert len(those) == 1 or not any(each.request.exclusive for each in those)
+            assert max_tasks is None or len(those) <= max_tasks
 
 
 #: No two of one shape, which wait for one another, and all of one priority.

@@ -56,11 +56,9 @@ def entry(
 
 
 def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Status:
+    owners = {"flow": Owner(7, HERE, "here", "ada"), "boxed": Owner(7, "pid:[2]", "box", "bo")}
     given: dict[str, Any] = {
-        "owners": {
-            "flow": Owner(7, HERE, "here", "ada"),
-            "boxed": Owner(7, "pid:[2]", "box", "bo"),
-        },
+        "owners": owners,
         "placed_s": {},
         "namespace": HERE,
         "available_bytes": 64 * GIB,
@@ -72,16 +70,10 @@ def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Sta
     return machine_status(Found(found, dict(entries), **{**given, **more}))
 
 
-@pytest.mark.parametrize(
-    ("suspension", "state"),
-    [
-        ("away: 16.7GiB in host memory", "away: 16.7GiB in host memory"),
-        ("not suspended: it uses jax", "runs"),
-    ],
-)
-def test_a_suspended_task_is_not_shown_as_running(suspension: str, state: str) -> None:
-    (task,) = look(entry("a", 20, 1, (0,), running=True, suspension=suspension)).tasks
-    assert task.state == state
+def test_a_suspended_task_is_not_shown_as_running() -> None:
+    for suspension, state in (("away: 1GiB", "away: 1GiB"), ("not suspended: it uses jax", "runs")):
+        (task,) = look(entry("a", 20, 1, (0,), running=True, suspension=suspension)).tasks
+        assert task.state == state
 
 
 def test_a_task_shows_what_it_may_take_and_what_it_has_on_each_of_its_devices() -> None:
@@ -96,16 +88,13 @@ def test_a_task_shows_what_it_may_take_and_what_it_has_on_each_of_its_devices() 
     )
     early, both = status.tasks
     assert both.devices == (HeldBy(0, 20 * GIB, 12 * GIB), HeldBy(1, 20 * GIB, 3 * GIB))
-    assert (both.state, both.seconds, both.pid, both.flow_pid, both.user) == (
-        *("runs", 60.0, 50, 7, "ada"),
-    )
+    assert (both.state, both.seconds, both.pid) == ("runs", 60.0, 50)
+    assert (both.flow_pid, both.user) == (7, "ada")
     assert (early.state, early.seconds, early.pid) == ("starts", None, None)
     assert [device.reserved_bytes for device in status.devices] == [20 * GIB, 30 * GIB]
     # Free: what is neither used by others nor reserved, less the headroom of a quarter of a GiB.
-    assert [device.free_bytes for device in status.devices] == [
-        80 * GIB - GIB // 4,
-        70 * GIB - GIB // 4,
-    ]
+    free_gib = [(device.free_bytes or 0) / GIB for device in status.devices]
+    assert free_gib == [79.75, 69.75]
     assert status.others == ()
 
 
@@ -118,11 +107,8 @@ def test_first_runs_and_tasks_with_a_whole_device_are_told_from_those_with_a_bud
         entry("whole", None, 2, (1,), running=True),
         entry("known", 8, 3, (1,), running=True),
     )
-    assert {task.task: task.mark for task in status.tasks} == {
-        "first": "first run",
-        "whole": "whole device",
-        "known": "",
-    }
+    marks = {task.task: task.mark for task in status.tasks}
+    assert marks == {"first": "first run", "whole": "whole device", "known": ""}
     lines = "\n".join(status_lines(status))
     assert "runs, first run" in lines and "runs, whole device" in lines
 
@@ -136,10 +122,8 @@ def test_other_programs_are_named() -> None:
         ],
     )
     assert status.devices[0].free_bytes == 59 * GIB - GIB // 4
-    assert [(other.pid, other.index, other.used_bytes) for other in status.others] == [
-        (60, 0, 40 * GIB),
-        (60, 1, None),
-    ]
+    others = [(other.pid, other.index, other.used_bytes) for other in status.others]
+    assert others == [(60, 0, 40 * GIB), (60, 1, None)]
     text = "\n".join(status_lines(status))
     assert "program-60" in text and "eve" in text and "50%" in text
 
@@ -281,26 +265,15 @@ def test_watch_repeats_until_ctrl_c(is_terminal: bool, monkeypatch: Patch, capsy
 
 
 HOST = Device("HOST-1", 0, "memory of here", 64 * GIB, "host", "here", 0)
+PRIVATE = "simulated:2x8GiB is private to each process, so no tasks of flows are shown; write simulated:2x8GiB@NAME in the flow and for --devices"
+NOT_SHOWN = "flows on simulated devices are not shown here; write simulated:2x24GiB@NAME in the flow and for --devices"
 
 
 @pytest.mark.parametrize(
     ("devices", "device", "entries", "hint"),
     [
-        pytest.param(
-            "simulated:2x8GiB",
-            replace(HOST, kind="simulated"),
-            [],
-            "simulated:2x8GiB is private to each process, so no tasks of flows are shown; write "
-            "simulated:2x8GiB@NAME in the flow and for --devices",
-            id="simulated devices without a name",
-        ),
-        pytest.param(
-            "auto",
-            HOST,
-            [],
-            "flows on simulated devices are not shown here; write simulated:2x24GiB@NAME in the flow and for --devices",
-            id="the memory of the machine",
-        ),
+        pytest.param("simulated:2x8GiB", replace(HOST, kind="simulated"), [], PRIVATE, id="simulated devices without a name"),
+        pytest.param("auto", HOST, [], NOT_SHOWN, id="the memory of the machine"),
         pytest.param("auto", HOST, ["task"], None, id="the memory of the machine with a task"),
         pytest.param("simulated:2x8GiB@demo", replace(HOST, kind="simulated"), [], None, id="a name"),
         pytest.param("auto", DEVICES[0], [], None, id="a GPU"),

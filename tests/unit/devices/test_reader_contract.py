@@ -60,21 +60,14 @@ def _real(folder: Path) -> DeviceReader:
 READERS = [
     pytest.param(lambda folder: HostReader(), id="host"),
     pytest.param(_simulated, id="simulated"),
-    pytest.param(
-        _nvml(FakeGpu("GPU-a", compute={ME: 5, 1: 7}), FakeGpu("GPU-b")), id="NVML: two GPUs"
-    ),
-    pytest.param(
-        _nvml(FakeGpu("GPU-a", instances=[FakePart("MIG-1"), FakePart("MIG-2")])), id="NVML: MIG"
-    ),
+    pytest.param(_nvml(FakeGpu("GPU-a", compute={ME: 5, 1: 7}), FakeGpu("GPU-b")), id="NVML: two GPUs"),
+    pytest.param(_nvml(FakeGpu("GPU-a", instances=[FakePart("MIG-1"), FakePart("MIG-2")])), id="NVML: MIG"),
     pytest.param(_nvml(FakeGpu("GPU-a", compute={ME: None})), id="NVML: WSL tells no bytes"),
-    pytest.param(
-        _nvml(FakeGpu("GPU-a", compute={ME: 5, 99999: 7}), in_container=True),
-        id="NVML: process ids from outside of the container",
-    ),
+    pytest.param(_nvml(FakeGpu("GPU-a", compute={ME: 5, 99999: 7}), in_container=True), id="NVML: process ids from outside of the container"),
     pytest.param(_nvml(FakeGpu("GPU-a", memory_error=3)), id="NVML: unified memory"),
     pytest.param(_nvml(FakeGpu("GPU-a"), LateLoss("GPU-b")), id="NVML: one GPU is lost"),
     pytest.param(_real, id="NVML: this machine", marks=pytest.mark.gpu),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(params=READERS)
@@ -94,9 +87,7 @@ def test_devices_are_listed_in_order_and_the_same_every_time(reader: DeviceReade
     for device in devices:
         assert device.kind == reader.kind
         assert device.uuid.startswith(("GPU-", "MIG-", "HOST-", "SIM-"))
-        assert device.total_bytes > 0
-        assert device.name
-        assert device.host
+        assert device.total_bytes > 0 and device.name and device.host
 
 
 def test_every_device_is_read_in_order(reader: DeviceReader) -> None:

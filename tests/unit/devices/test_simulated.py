@@ -6,12 +6,9 @@ import pickle
 
 import pytest
 
-from prefect_gpu.devices.simulated import (
-    SimulatedDevices,
-    SimulatedOutOfMemoryError,
-)
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedOutOfMemoryError
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
+from prefect_gpu.scheduling.model import ProcessUse
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.fake_devices import FakeDevices
 
@@ -19,11 +16,6 @@ from tests.fakes.fake_devices import FakeDevices
 @pytest.fixture
 def reader() -> FakeDevices:
     return FakeDevices(SimulatedDevices("2x8GiB", context="512MiB"))
-
-
-def read(reader: FakeDevices, *roots: int) -> tuple[DeviceSnapshot, DeviceSnapshot]:
-    first, second = reader.read(roots)
-    return first, second
 
 
 def test_specifications_are_values() -> None:
@@ -51,22 +43,20 @@ def test_a_context_that_cannot_be_is_refused(context: str) -> None:
 
 
 def test_devices_have_the_same_names_every_time(reader: FakeDevices) -> None:
-    assert [(d.uuid, d.index, d.name) for d in reader.devices()] == [
-        ("SIM-0", 0, "simulated 8GiB"),
-        ("SIM-1", 1, "simulated 8GiB"),
-    ]
+    found = [(d.uuid, d.index, d.name) for d in reader.devices()]
+    assert found == [(f"SIM-{at}", at, "simulated 8GiB") for at in range(2)]
 
 
 def test_context_counts_from_attaching_to_detaching(reader: FakeDevices) -> None:
     reader.attach(10, ["SIM-1"])
-    first, second = read(reader, 10)
+    first, second = reader.read((10,))
 
     assert first.free_bytes == 8 * GIB
     assert second.free_bytes == 8 * GIB - 512 * MIB
     assert second.processes == (ProcessUse(10, 10, 512 * MIB),)
 
     reader.detach(10)
-    assert read(reader)[1].free_bytes == 8 * GIB
+    assert reader.read(())[1].free_bytes == 8 * GIB
 
 
 def test_allocations_count_until_freed(reader: FakeDevices) -> None:
@@ -76,10 +66,10 @@ def test_allocations_count_until_freed(reader: FakeDevices) -> None:
     reader.allocate(10, "SIM-0", 2 * GIB)
     memory.answer("simulated_free", {"device_uuid": "SIM-0", "size_bytes": 2 * GIB})
 
-    assert read(reader, 10)[0].free_bytes == 8 * GIB - 512 * MIB - GIB
+    assert reader.read((10,))[0].free_bytes == 8 * GIB - 512 * MIB - GIB
     assert memory.live_bytes() == GIB
     assert memory.detach() == (3 * GIB, 1)
-    assert read(reader)[0].free_bytes == 8 * GIB
+    assert reader.read(())[0].free_bytes == 8 * GIB
 
 
 def test_a_second_process_replaces_one_that_ended_early(reader: FakeDevices) -> None:
@@ -88,7 +78,7 @@ def test_a_second_process_replaces_one_that_ended_early(reader: FakeDevices) -> 
     reader.allocate(10, "SIM-0", GIB)
     memory.attach(11)
 
-    assert read(reader)[0].processes == (ProcessUse(11, None, 512 * MIB),)
+    assert reader.read(())[0].processes == (ProcessUse(11, None, 512 * MIB),)
     assert memory.live_bytes() == 0
 
 
@@ -101,10 +91,8 @@ def test_the_cap_refuses_before_the_device(reader: FakeDevices) -> None:
 
     error = pickle.loads(pickle.dumps(caught.value))
     assert error.hit_cap
-    assert str(error) == (
-        "out of memory: tried to allocate 3GiB; 6.5GiB of 8GiB free; "
-        "1GiB allocated by this process; cap 2GiB"
-    )
+    asked, here = "out of memory: tried to allocate 3GiB", "1GiB allocated by this process"
+    assert str(error) == f"{asked}; 6.5GiB of 8GiB free; {here}; cap 2GiB"
     reader.allocate(10, "SIM-0", GIB)
 
 
@@ -132,4 +120,4 @@ def test_a_device_outside_the_runner_is_refused(reader: FakeDevices) -> None:
 def test_an_ended_process_that_holds_memory_is_foreign(reader: FakeDevices) -> None:
     reader.attach(10, ["SIM-0"])
 
-    assert read(reader)[0].processes == (ProcessUse(10, None, 512 * MIB),)
+    assert reader.read(())[0].processes == (ProcessUse(10, None, 512 * MIB),)

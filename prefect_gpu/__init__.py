@@ -32,11 +32,7 @@ if TYPE_CHECKING:
         ResultError,
         SettingError,
     )
-    from prefect_gpu.frameworks.memory_help import (
-        find_batch_size,
-        memory_snapshot,
-        release_cached,
-    )
+    from prefect_gpu.frameworks.memory_help import find_batch_size, memory_snapshot, release_cached
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, report_metric, step
     from prefect_gpu.policy import GPUPolicy, gpu

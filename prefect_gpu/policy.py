@@ -184,26 +184,6 @@ def format_number(value: float) -> str:
     return format(Decimal(repr(float(value))), "f").removesuffix(".0")
 
 
-#: Options of PyTorch's allocator by name: the accepted text and its reader. PyTorch checks options in the child process
-#: only. Newer releases accept only the spelling `True`, and releases differ on a `max_split_size_mb` of 20.
-ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "max_split_size_mb": (
-        "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
-        lambda text: str(whole(21)(text)),
-    ),
-    "garbage_collection_threshold": (
-        "a number between 0 and 1, as in gpu:alloc.garbage_collection_threshold=0.8",
-        _read_threshold,
-    ),
-    "expandable_segments": ("true or false", word("True", "False")),
-    "roundup_power2_divisions": (
-        "a power of two, or a list of size:divisions pairs as in [256:1,512:2,>:4]",
-        _read_divisions,
-    ),
-    "backend": ("native or cudaMallocAsync", word("native", "cudaMallocAsync")),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
     """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it."""
@@ -278,12 +258,6 @@ def is_gpu_tag(tag: str) -> bool:
     return tag.partition(":")[0].strip().lower() == "gpu"
 
 
-#: A tag that begins like a GPU tag, with any separator.
-_LIKE_OURS = re.compile(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)")
-
-#: A budget without `gpu`.
-_BUDGET_ALONE = re.compile(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)")
-
 _YES = ("1", "true", "yes", "on")
 
 
@@ -293,10 +267,11 @@ def near_miss(tag: str) -> str | None:
 
 
 def _meant(tag: str) -> str | None:
-    alone = _BUDGET_ALONE.fullmatch(tag)
-    found = _LIKE_OURS.fullmatch(tag)
-    if alone is not None and _is_budget(alone[1]):
-        return f"gpu:memory={alone[1].strip()}"
+    budget_alone = re.fullmatch(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)", tag)
+    if budget_alone is not None and _is_budget(budget_alone[1]):
+        return f"gpu:memory={budget_alone[1].strip()}"
+    # Like a GPU tag, with any separator.
+    found = re.fullmatch(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)", tag)
     if found is None:
         return None
     plural, separator, rest = found[1], found[2], found[3].strip()
@@ -305,7 +280,7 @@ def _meant(tag: str) -> str | None:
     assigned = re.sub("[=:]+", "=", rest, count=1)
     name, equals, value = (part.strip() for part in assigned.partition("="))
     name = _OTHER_NAMES.get(name.lower(), name.lower())
-    key = _BY_NAME[name.partition(".")[0]] if name in _NAMES else None
+    key = _BY_NAME.get(name)
     if key is not None and key.bare and (not equals or value.lower() in _YES):
         return f"gpu:{name}"
     if key is not None and not key.bare and equals:
@@ -358,7 +333,7 @@ def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GP
         if name.startswith("alloc."):
             options[name.removeprefix("alloc.")] = value
         else:
-            asked[_BY_NAME[name].field] = value
+            asked[_FIELDS.get(name, name)] = value
     capped = "memory" in asked and asked.get("caching", True)
     asked.setdefault("allocation", "limit" if capped else "growth")
     return GPUPolicy(
@@ -421,7 +396,7 @@ def gpu(
         PolicyError: An argument cannot be read, is unknown or contradicts another.
     """
     for name in unknown:
-        known = {key.name: key.name for key in _KEYS}
+        known = {key.name.partition(".")[0]: key.name.partition(".")[0] for key in _KEYS}
         problem = f"{name!r} is not a known argument{_hint(name.lower(), known)}"
         raise PolicyError(f"gpu({name}=...)", problem, ", ".join(known))
     if caching is True or caching is False:
@@ -467,10 +442,8 @@ def gpu(
 class _Key:
     """One row of the table: a key and its reader. The README has the meaning of each key."""
 
-    #: Name as in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
+    #: Name as in `gpu:NAME=`.
     name: str
-    #: Field of `GPUPolicy` that holds its value.
-    field: str
     #: Converts the text; raises `ValueError` with the problem.
     read: Callable[[str], Any]
     #: Accepted text, for error messages.
@@ -492,16 +465,16 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
             raise PolicyError(tag, "there is a space before the colon", "gpu:KEY=VALUE")
         name, equals, text = (part.strip() for part in tag.strip()[4:].partition("="))
         name = name.lower()
-        key, accepted, read = _find(tag, name)
+        key = _find(tag, name)
         if key.bare and equals:
-            raise PolicyError(tag, f"{name} takes no value", accepted)
+            raise PolicyError(tag, f"{name} takes no value", key.accepted)
         if not key.bare and not text:
-            raise PolicyError(tag, f"{name} has no value", accepted)
+            raise PolicyError(tag, f"{name} has no value", key.accepted)
         try:
-            value = read(text)
+            value = key.read(text)
         except (ValueError, OverflowError) as error:
             # Its cause would repeat the text.
-            raise PolicyError(tag, str(error), accepted) from None
+            raise PolicyError(tag, str(error), key.accepted) from None
         if key.repeats:
             values[name] = tuple(sorted({*values.get(name, ()), value}, key=str))
         elif name in values and values[name] != value:
@@ -516,17 +489,14 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _find(tag: str, name: str) -> tuple[_Key, str, Callable[[str], Any]]:
-    """Return the row of a key, its accepted text and its reader."""
+def _find(tag: str, name: str) -> _Key:
+    """Return the row of a key."""
     head, _, option = name.partition(".")
-    if head == "alloc":
-        if option not in ALLOCATOR_OPTIONS:
-            raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
-        return _BY_NAME["alloc"], *ALLOCATOR_OPTIONS[option]
+    if name not in _BY_NAME and head == "alloc":
+        raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
     if name not in _BY_NAME:
-        raise _unknown(tag, "key", name, "", _NAMES)
-    key = _BY_NAME[name]
-    return key, key.accepted, key.read
+        raise _unknown(tag, "key", name, "", _BY_NAME)
+    return _BY_NAME[name]
 
 
 def _unknown(tag: str, what: str, name: str, prefix: str, known: Iterable[str]) -> PolicyError:
@@ -557,45 +527,57 @@ def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:
 _KEYS = (
     _Key(
         "memory",
-        "memory",
         read_memory,
         f"{SIZES_ACCEPTED}; or a percentage of each device above 0 and up to 100, as in 40%",
     ),
-    _Key("count", "count", whole(1), "a whole number from 1, as in gpu:count=2"),
+    _Key("count", whole(1), "a whole number from 1, as in gpu:count=2"),
     _Key(
         "device",
-        "devices",
         read_devices,
         "indices among the runner's devices or UUID prefixes, with commas, as in gpu:device=0,2 or "
         "gpu:device=GPU-1a2b; on a cluster also a node and an index, as in gpu:device=gpu-2:0",
     ),
     _Key(
         "node",
-        "nodes",
         read_nodes,
         "names of nodes (letters, digits and ._-#), with commas, as in gpu:node=gpu-1,gpu-2",
     ),
     _Key(
         "framework",
-        "frameworks",
         read_share,
         f"{', '.join(FRAMEWORKS[:-1])} or none, with a share of the budget if several split it, as "
         "in torch:70%",
         repeats=True,
     ),
-    _Key("allocation", "allocation", word("limit", "growth", "all"), "limit, growth or all"),
-    # Each option of the allocator has its own function and text, in `ALLOCATOR_OPTIONS`.
-    _Key("alloc", "allocator_options", str, ", ".join(ALLOCATOR_OPTIONS)),
-    _Key("caching", "caching", lambda text: word("on", "off")(text) == "on", "on or off"),
-    _Key("exclusive", "exclusive", lambda _: True, "gpu:exclusive", bare=True),
-    _Key("oom", "oom", word("escalate", "fail"), "escalate or fail"),
-    _Key("enforce", "enforce", word("warn", "kill"), "warn or kill"),
-    _Key("priority", "priority", whole(), "a whole number, as in gpu:priority=5"),
-    _Key("preemptible", "preemptible", lambda _: True, "gpu:preemptible", bare=True),
-    _Key("wait", "wait_s", read_wait, DURATIONS_ACCEPTED),
-    _Key("cpus", "cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
+    _Key("allocation", word("limit", "growth", "all"), "limit, growth or all"),
+    # PyTorch checks its allocator's options in the child process only. Newer releases accept only the spelling `True`, and
+    # releases differ on a `max_split_size_mb` of 20.
     _Key(
-        "learn_by",
+        "alloc.max_split_size_mb",
+        lambda text: str(whole(21)(text)),
+        "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
+    ),
+    _Key(
+        "alloc.garbage_collection_threshold",
+        _read_threshold,
+        "a number between 0 and 1, as in gpu:alloc.garbage_collection_threshold=0.8",
+    ),
+    _Key("alloc.expandable_segments", word("True", "False"), "true or false"),
+    _Key(
+        "alloc.roundup_power2_divisions",
+        _read_divisions,
+        "a power of two, or a list of size:divisions pairs as in [256:1,512:2,>:4]",
+    ),
+    _Key("alloc.backend", word("native", "cudaMallocAsync"), "native or cudaMallocAsync"),
+    _Key("caching", lambda text: word("on", "off")(text) == "on", "on or off"),
+    _Key("exclusive", lambda _: True, "gpu:exclusive", bare=True),
+    _Key("oom", word("escalate", "fail"), "escalate or fail"),
+    _Key("enforce", word("warn", "kill"), "warn or kill"),
+    _Key("priority", whole(), "a whole number, as in gpu:priority=5"),
+    _Key("preemptible", lambda _: True, "gpu:preemptible", bare=True),
+    _Key("wait", read_wait, DURATIONS_ACCEPTED),
+    _Key("cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
+    _Key(
         "learn_by",
         read_parameter,
         "a parameter's name, as in gpu:learn_by=batch_size",
@@ -603,8 +585,7 @@ _KEYS = (
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
-#: Text between `gpu:` and `=` of a tag.
-_NAMES = (
-    *(name for name in _BY_NAME if name != "alloc"),
-    *(f"alloc.{option}" for option in ALLOCATOR_OPTIONS),
-)
+#: Fields of `GPUPolicy` with another name than their key.
+_FIELDS = {"device": "devices", "node": "nodes", "framework": "frameworks", "wait": "wait_s"}
+#: Names of PyTorch's allocator options.
+ALLOCATOR_OPTIONS = tuple(name[6:] for name in _BY_NAME if name.startswith("alloc."))

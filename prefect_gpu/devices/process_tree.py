@@ -72,10 +72,7 @@ class ProcessTable:
         self._scan_due_s = float("-inf")
 
     def root_of(
-        self,
-        pid: int,
-        roots: Collection[int],
-        parent_of: Callable[[int], int | None] | None = None,
+        self, pid: int, roots: Collection[int], parent_of: Callable[[int], int | None] | None = None
     ) -> int | None:
         """Return the root of a process: itself, the leader of its session, or an ancestor.
 

@@ -174,10 +174,7 @@ class SimulatedReader(DeviceReader):
     kind: DeviceKind = "simulated"
 
     def __init__(
-        self,
-        spec: SimulatedDevices,
-        clock: Clock | None = None,
-        folder: SharedFolder | None = None,
+        self, spec: SimulatedDevices, clock: Clock | None = None, folder: SharedFolder | None = None
     ) -> None:
         self.spec = spec
         self._clock: Clock = clock or RealClock()

@@ -20,8 +20,6 @@ from prefect_gpu.policy import (
 )
 from prefect_gpu.units import GIB, KIB
 
-# -- what tags mean ----------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("tag", "is_ours"),
@@ -157,9 +155,6 @@ def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -
     assert parse_tags(gpu(allocation="growth"), ["gpu:memory=1GiB"]) == GPUPolicy(memory=GIB)
 
 
-# -- bad input ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("tags", "parts"),
     [
@@ -255,31 +250,40 @@ def test_any_text_is_read_or_refused_as_policy(text: str, start: str) -> None:
             assert tag.strip() in str(error)
 
 
+# fmt: off
 _WHOLE = [
-    "gpu",
-    "gpu:memory=6GiB",
-    "gpu:memory=40%",
-    "gpu:count=2",
-    "gpu:device=0,GPU-1a",
-    "gpu:device=gpu-2:0",
-    "gpu:node=gpu-1,gpu-2",
-    "gpu:framework=torch:70%",
-    "gpu:framework=jax",
-    "gpu:framework=none",
-    "gpu:allocation=limit",
-    "gpu:alloc.max_split_size_mb=128",
-    "gpu:alloc.roundup_power2_divisions=[256:1,512:2,>:4]",
-    "gpu:caching=off",
-    "gpu:exclusive",
-    "gpu:oom=fail",
-    "gpu:priority=-5",
-    "gpu:wait=1h 30m",
-    "gpu:cpus=4",
-    "gpu:learn_by=batch_size",
-    "other",
+    "gpu", "gpu:memory=6GiB", "gpu:memory=40%", "gpu:count=2", "gpu:device=0,GPU-1a", "gpu:device=gpu-2:0",
+    "gpu:node=gpu-1,gpu-2", "gpu:framework=torch:70%", "gpu:framework=jax", "gpu:framework=none",
+    "gpu:allocation=limit", "gpu:alloc.max_split_size_mb=128",
+    "gpu:alloc.roundup_power2_divisions=[256:1,512:2,>:4]", "gpu:caching=off", "gpu:exclusive", "gpu:oom=fail",
+    "gpu:priority=-5", "gpu:wait=1h 30m", "gpu:cpus=4", "gpu:learn_by=batch_size", "other",
 ]
+# fmt: on
 #: What no person writes, and a program may.
-_ODD = st.sampled_from(["\0", "\ud800", "\udfff", "\u202e", "٣", "９", "²", "𝟙", "e9", "_", "-", "=", ":", ".", ",", "%", "[", "nan", "inf", "\n"])  # fmt: skip
+_ODD = st.sampled_from(
+    [
+        "\0",
+        "\ud800",
+        "\udfff",
+        "\u202e",
+        "٣",
+        "９",
+        "²",
+        "𝟙",
+        "e9",
+        "_",
+        "-",
+        "=",
+        ":",
+        ".",
+        ",",
+        "%",
+        "[",
+        "nan",
+        "inf",
+        "\n",
+    ]
+)  # fmt: skip
 
 
 @st.composite
@@ -311,8 +315,6 @@ def test_a_tag_of_any_length_is_read_or_refused(text: str) -> None:
             assert start in str(error)
 
 
-# -- gpu(...) ----------------------------------------------------------------------------------
-
 _options = st.fixed_dictionaries(
     {},
     optional={
@@ -336,11 +338,8 @@ def _shares(draw: st.DrawFn) -> tuple[FrameworkShare, ...]:
 
 @st.composite
 def _policies(draw: st.DrawFn) -> GPUPolicy:
-    devices = draw(
-        st.lists(
-            st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True
-        )
-    )
+    names = st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"])
+    devices = draw(st.lists(names, unique=True))
     caching = draw(st.booleans())
     return GPUPolicy(
         memory=draw(
@@ -399,9 +398,8 @@ def test_the_tags_of_gpu_are_read_as_its_arguments_ask(policy: GPUPolicy) -> Non
 def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random) -> None:
     def vary(tag: str) -> str:
         key, equals, text = tag.partition("=")
-        if not key.endswith(
-            ("device", "learn_by", "node")
-        ):  # prefixes and parameters are as written
+        # Prefixes and parameters are as written.
+        if not key.endswith(("device", "learn_by", "node")):
             text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
         return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
 

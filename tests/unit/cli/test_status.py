@@ -157,8 +157,7 @@ def test_a_task_that_may_use_one_device_waits_for_that_one_alone() -> None:
 
 def test_the_limit_of_processes_and_the_machines_own_memory_are_reasons_too() -> None:
     status = look(
-        entry("holder", 10, 1, (0,), running=True),
-        entry("limited", 10, 2, max_processes=1),
+        entry("holder", 10, 1, (0,), running=True), entry("limited", 10, 2, max_processes=1)
     )
     assert status.waiting[0].reason.startswith("another process to end (max_processes is 1)")
     name, large = entry("large", 10, 3)

@@ -7,12 +7,7 @@ import os
 import pytest
 
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.devices.process_tree import (
-    MAX_DEPTH,
-    SCAN_INTERVAL_S,
-    HostProcesses,
-    ProcessTable,
-)
+from prefect_gpu.devices.process_tree import MAX_DEPTH, SCAN_INTERVAL_S, HostProcesses, ProcessTable
 from prefect_gpu.scheduling.model import ProcessUse
 from tests.fakes.fake_processes import FakeProcesses
 

@@ -18,7 +18,7 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition`, which the caller holds, is notified; return `False` after `timeout_s` (`None`: no limit).
+        """Wait until `condition`, held by the caller, is notified; return `False` after `timeout_s` (`None`: no limit).
 
         As with any condition, the caller checks its state again.
         """

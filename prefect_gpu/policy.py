@@ -241,7 +241,7 @@ class GPUPolicy:
 
 
 def why_alone(policy: GPUPolicy) -> str | None:
-    """Return why the first run of a task, which shares a device only with a cap, has a device to itself; `None`: it shares."""
+    """Return why a first run has a device to itself, as it must without a cap; `None`: it shares a device."""
     if policy.exclusive:
         return "gpu:exclusive"
     if "allocation" in policy.stated and policy.allocation != "limit":
@@ -550,8 +550,8 @@ _KEYS = (
         repeats=True,
     ),
     _Key("allocation", word("limit", "growth", "all"), "limit, growth or all"),
-    # PyTorch checks its allocator's options in the child process only. Newer releases accept only the spelling `True`, and
-    # releases differ on a `max_split_size_mb` of 20.
+    # PyTorch checks these options in the child process only. Newer releases accept only the spelling `True`, and releases
+    # differ on a `max_split_size_mb` of 20.
     _Key(
         "alloc.max_split_size_mb",
         lambda text: str(whole(21)(text)),

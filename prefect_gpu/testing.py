@@ -85,7 +85,7 @@ def begin_trace() -> EndTrace | None:
 
 
 def note_allocation_retry() -> None:
-    """Count an allocation as successful only after the allocator had released its cache, as under a cap that is too low."""
+    """Count an allocation as successful only after a release of the cache, as under a cap that is too low."""
     _tally.count_retry()
 
 

@@ -56,7 +56,7 @@ def _parse(text: str, units: Mapping[str, float], usual: str, what: str) -> floa
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes, rounded down, of a size such as `6GiB`, `1.5 GB` or `512 mib`; raise `ValueError` with the reason."""
+    """Return the bytes, rounded down, of a size such as `6GiB` or `1.5 gb`; raise `ValueError` with the reason."""
     size = int(_parse(text, UNIT_BYTES, "GiB", "bytes"))
     if not size:
         raise ValueError(f"{text.strip()!r} is less than a byte")
@@ -107,7 +107,7 @@ def readable_size(size_bytes: float) -> str:
 
 
 def size_in_tag(size_bytes: float, most_bytes: int | None) -> str:
-    """Return a readable size for a `gpu:memory` tag; `100%` if it exceeds the most that a device can give (`None`: unknown)."""
+    """Return a size for a `gpu:memory` tag; `100%` above the most that a device can give (`None`: unknown)."""
     text = readable_size(size_bytes)
     return text if most_bytes is None or parse_bytes(text) <= most_bytes else "100%"
 

@@ -103,10 +103,10 @@ def simulate_command(
     if as_json:
         return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
     # Names of the tasks that can never run, by the reason.
-    refusals = collections.defaultdict[str, list[str]](list)
+    refusals: dict[str, list[str]] = {}
     for outcome in schedule.tasks:
         if outcome.refusal:
-            refusals[outcome.refusal].append(outcome.name)
+            refusals.setdefault(outcome.refusal, []).append(outcome.name)
     rows = []
     if run is not None:
         names = collections.Counter(run.measured_devices)

@@ -41,12 +41,12 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
 def suspend(run: str, *, share: bool = False) -> int:
     """Move the GPU memory of a running task to the host, so that its device is free for a while.
 
-    The suspension holds until `prefect-gpu resume`, or the task's end. The freed memory stays reserved unless `--share` is
-    given. The exit code is 1 if a task is not suspended: it continues, and the reason is printed.
+    The suspension holds until `prefect-gpu resume`, or the task's end. The freed memory stays reserved, without `--share`.
+    The exit code is 1 if a task is not suspended: it continues, and the reason is printed.
 
     Args:
         run: Id of a flow run or a task run, or its first eight characters or more; or the name of a task run.
-        share: Other GPU tasks may use the freed memory. After `resume` the task continues as soon as there is room for it.
+        share: Other GPU tasks may use the freed memory. After `resume` the task continues when there is room for it.
 
     Examples:
         prefect-gpu suspend train-4f1

@@ -36,7 +36,7 @@ class HostProcesses:
         return psutil.pids()
 
     def session_of(self, pid: int) -> int | None:
-        """Return the id of a process's session, by a call of 1 µs; `None`: not found. Other facts are read from files."""
+        """Return the id of a process's session, by a call of 1 µs; `None`: not found. Other facts take a file."""
         try:
             # As an argument 0 would mean this process, as a result a session of another namespace.
             return (os.getsid(pid) if pid > 0 else None) or None

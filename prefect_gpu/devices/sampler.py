@@ -99,8 +99,8 @@ class Sampler:
     def refresh(self) -> None:
         """Ask for a reading now, active or not.
 
-        A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a reading lead to
-        one reading; a call during a reading leads to another.
+        A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a reading
+        lead to one reading; a call during a reading leads to another.
 
         Raises:
             CapacityError: The thread could not be started.

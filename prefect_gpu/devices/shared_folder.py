@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -91,18 +90,6 @@ class Hold:
                 os.utime(self.descriptor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Observed heartbeats of a file that another process holds."""
-
-    #: Modification time of the file, in nanoseconds.
-    time_ns: int
-    #: Monotonic seconds of the first look that found this time.
-    since_s: float
-    #: Number of looks that found this time.
-    looks: int = 1
-
-
 class SharedFolder:
     """A folder on a local disk. Safe to use from several threads.
 
@@ -127,8 +114,9 @@ class SharedFolder:
         self._lock = threading.Lock()
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._beat_s = -BEAT_S
-        #: Observations by the name of a file.
-        self._seen: dict[str, _Seen] = {}
+        #: By the name of a file: its modification time in nanoseconds, the monotonic seconds of the first look that found
+        #: this time, and the number of these looks.
+        self._seen: dict[str, tuple[int, float, int]] = {}
 
     def make_file(self, name: str) -> None:
         """Make a plain file of the folder unless it exists, without opening it.
@@ -231,12 +219,11 @@ class SharedFolder:
             except OSError:
                 self._seen.pop(name, None)
                 return False
-            seen = self._seen.get(name)
-            if seen is None or seen.time_ns != time_ns:
-                self._seen[name] = _Seen(time_ns, now_s)
-                return False
-            self._seen[name] = seen = replace(seen, looks=seen.looks + 1)
-            return seen.looks >= SILENT_LOOKS and now_s - seen.since_s > SILENT_S
+            seen_ns, since_s, looks = self._seen.get(name, (time_ns, now_s, 0))
+            if seen_ns != time_ns:
+                since_s, looks = now_s, 0
+            self._seen[name] = time_ns, since_s, looks + 1
+            return looks + 1 >= SILENT_LOOKS and now_s - since_s > SILENT_S
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
@@ -297,11 +284,9 @@ def _refuse_network(folder: Path) -> None:
         # A loop of links, before Python 3.13.
         raise OSError(str(error)) from error
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    for parent in (resolved, *resolved.parents):
-        if parent in mounts:
-            if mounts[parent].removeprefix("fuse.") in NETWORK_FILE_SYSTEMS:
-                raise OSError(
-                    f"{folder} is on a network file system ({mounts[parent]}); name a folder on a local disk with "
-                    f"PREFECT_INTEGRATIONS_GPU_LEDGER"
-                )
-            return
+    system = next((mounts[at] for at in (resolved, *resolved.parents) if at in mounts), "")
+    if system.removeprefix("fuse.") in NETWORK_FILE_SYSTEMS:
+        raise OSError(
+            f"{folder} is on a network file system ({system}); name a folder on a local disk with "
+            f"PREFECT_INTEGRATIONS_GPU_LEDGER"
+        )

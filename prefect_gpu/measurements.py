@@ -63,11 +63,8 @@ def _largest_of(group: Sequence[Sample]) -> Sample:
 class SeriesBuilder:
     """Collects the readings of one process in bounded memory. For one thread.
 
-    Peaks, count and waste are exact, also after points were merged.
-
-    Args:
-        reserved_bytes: Reservation on all devices of the process together, for the waste.
-        limit: Most points.
+    Peaks, count and waste are exact, also after points were merged. `reserved_bytes`: the reservation on all devices of
+    the process together, for the waste.
     """
 
     def __init__(self, reserved_bytes: int = 0, limit: int = SERIES_LIMIT) -> None:
@@ -141,8 +138,7 @@ class StepFacts:
     count: int
     #: Peak bytes that the frameworks had allocated up to the end of the first step; `None`: unknown.
     first_live_bytes: int | None = None
-    #: Peak bytes in the steps after the first, and after the last step in which the allocator had to release
-    #: its cache; `None`: no such step.
+    #: Peak bytes in the steps after the first and after the last release of the allocator's cache; `None`: no such step.
     steady_live_bytes: int | None = None
     #: Median seconds of the steps after the first; `None`: no such step.
     step_s: float | None = None

@@ -57,12 +57,9 @@ class ProcessResources:
         )
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of a key; make it if needed.
+        """Return the object of a key; make it if needed, under a lock of the key.
 
-        Args:
-            key: Equal for callers that share the object.
-            make: Makes the object under a lock of the key, and may ask for the object of another key. After an exception
-                the next caller tries again.
+        `make` may ask for the object of another key. After its exception the next caller tries again.
         """
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())

@@ -166,15 +166,12 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def submit_background(
         self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
     ) -> Future[State[Any]] | None:
-        """Run an existing background task run, as `submit` runs a new one.
+        """Run an existing background task run; return the future of its final state, `None` for a task without a `gpu` tag.
 
         Args:
             task: The task, with the tags of its run.
             arguments: Other arguments of Prefect's engine, among them the task run.
             around: Tags of `prefect.tags` contexts around the call of `delay`.
-
-        Returns:
-            The future of the final state; `None`: the task is no GPU task and was not started.
         """
         if self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")

@@ -116,10 +116,8 @@ def run_tags(
 ) -> tuple[set[str], set[str]]:
     """Return the tags of a background task run: tags of the task, and tags of `prefect.tags` contexts around `delay`.
 
-    Args:
-        task: The served task. The caller of `delay` may have changed its tags (`with_options`).
-        task_run: The task run. It has both kinds of tags, and the tags of the flow run that called `delay`.
-        context: Context of the call, as Prefect has serialised it; `None`: the call had no parameters.
+    The task run has both kinds, and the tags of the flow run that called `delay`. The caller may have changed the tags of
+    the served task (`with_options`). Prefect has serialised the `context` of the call; `None`: it had no parameters.
     """
     of_run, of_task = set(task_run.tags), set(task.tags)
     if context is None:

@@ -187,11 +187,9 @@ def _requirements() -> list[str]:
 def check_dependencies(
     requirements: Any, installed: Callable[[str], str | None]
 ) -> Iterator[Finding]:
-    """Yield a finding for each dependency that is missing or of a wrong version.
+    """Yield a finding for each requirement that is missing or of a wrong version.
 
-    Args:
-        requirements: Requirements of the package, from its metadata.
-        installed: Returns the version of a package; `None`: it is not installed.
+    `installed` returns the version of a package; `None`: it is not installed.
     """
     wrong = False
     for requirement in map(Requirement, requirements):
@@ -309,13 +307,7 @@ print("\\n" + json.dumps(found))
 
 
 def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
-    """Return the finding about one framework.
-
-    Args:
-        name: Name of the framework's package.
-        build: The build, or why the framework cannot be imported.
-        gpus: Number of GPUs that the driver shows.
-    """
+    """Return the finding about a framework, from its build or the error of its import, and the driver's number of GPUs."""
     if isinstance(build, str):
         return Finding(name, "problem", f"cannot be imported: {build}", "see the error")
     if not build.cuda:

@@ -279,11 +279,7 @@ def _waiting(
 
 @contextlib.contextmanager
 def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], Status]]:
-    """Open the devices and the ledger; yield a function that reads both.
-
-    Args:
-        spec: Requested devices.
-        folder: Folder of the ledger; `None`: the user's.
+    """Open devices and the ledger in a folder (`None`: the user's); yield a function that reads both.
 
     Raises:
         DeviceError: There are no such devices, or the ledger cannot be used.

@@ -54,12 +54,8 @@ class _Memory:
 class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
-    Args:
-        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: not set.
-        chosen: Indices or UUID prefixes among these devices, in the wanted order; empty: all of them.
-        clock: Sets the time of the snapshots.
-        table: Finds the root of a process.
-        memory: Reads the host's memory, for GPUs without memory of their own.
+    `visible` is the text of `CUDA_VISIBLE_DEVICES` (`None`: not set); `chosen` has indices or UUID prefixes among these
+    devices, in the wanted order (empty: all of them).
 
     Raises:
         DeviceError: There is no driver, or a named device is missing.

@@ -56,7 +56,7 @@ class Sampler:
 
     Args:
         reader: Used by the sampler's thread alone.
-        roots: Returns the process ids of the children that are alive.
+        roots: Returns the process ids of the living children.
         publish: Called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
         clock: Time.

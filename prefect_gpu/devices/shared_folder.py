@@ -93,10 +93,8 @@ class Hold:
 class SharedFolder:
     """A folder on a local disk. Safe to use from several threads.
 
-    Args:
-        path: Path of the folder; `None`: `default_folder()`, which is made for this user alone. A named folder must
-            exist; its permissions say who may write to it.
-        now: Returns monotonic seconds.
+    Without a path it is `default_folder()`, which is made for this user alone. A named folder must exist, and its
+    permissions say who may write to it. `now` returns monotonic seconds.
     """
 
     def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:

@@ -96,11 +96,8 @@ def open_reader(
 ) -> DeviceReader:
     """Return the reader of a specification.
 
-    Args:
-        spec: Specification of the devices.
-        environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
-        clock: Sets the time of the snapshots.
-        shared: Folder in which processes share simulated devices with a name; `None`: the default folder.
+    `CUDA_VISIBLE_DEVICES` in `environ` limits the NVIDIA devices. In the folder `shared` (`None`: the default one)
+    processes share simulated devices with a name.
 
     Raises:
         DeviceError: The NVIDIA driver or devices are missing, or simulated devices cannot be shared.

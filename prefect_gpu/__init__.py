@@ -32,11 +32,7 @@ if TYPE_CHECKING:
         ResultError,
         SettingError,
     )
-    from prefect_gpu.frameworks.memory_help import (
-        find_batch_size,
-        memory_snapshot,
-        release_cached,
-    )
+    from prefect_gpu.frameworks.memory_help import find_batch_size, memory_snapshot, release_cached
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, report_metric, step
     from prefect_gpu.policy import GPUPolicy, gpu
@@ -61,40 +57,18 @@ _NAMES = {
     "reports.flow_leaderboard": ("publish_leaderboard",),
 }
 
+# fmt: off
 __all__ = [  # noqa: RUF022  # by importance
-    "GPUTaskRunner",
-    "serve",
-    "gpu",
-    "GPUPolicy",
-    "current_allocation",
-    "Allocation",
-    "phase",
-    "mark",
-    "step",
-    "report_metric",
-    "find_batch_size",
-    "release_cached",
-    "memory_snapshot",
-    "onnxruntime_provider_options",
-    "report",
-    "FlowRunReport",
-    "publish_leaderboard",
-    "LeaderboardRow",
-    "PrefectGPUError",
-    "PolicyError",
-    "SettingError",
-    "ResultError",
-    "PlacementError",
-    "PlacementTimeoutError",
-    "DeviceError",
-    "FrameworkError",
-    "ChildDiedError",
-    "ChildTimeoutError",
-    "BudgetExceededError",
-    "ReportError",
-    "ProtocolError",
+    "GPUTaskRunner", "serve", "gpu", "GPUPolicy",
+    "current_allocation", "Allocation", "phase", "mark", "step", "report_metric",
+    "find_batch_size", "release_cached", "memory_snapshot", "onnxruntime_provider_options",
+    "report", "FlowRunReport", "publish_leaderboard", "LeaderboardRow",
+    "PrefectGPUError", "PolicyError", "SettingError", "ResultError",
+    "PlacementError", "PlacementTimeoutError", "DeviceError", "FrameworkError",
+    "ChildDiedError", "ChildTimeoutError", "BudgetExceededError", "ReportError", "ProtocolError",
     "__version__",
 ]
+# fmt: on
 
 
 def _follow_prefects_task_worker() -> None:

@@ -1,7 +1,4 @@
-"""Time as a protocol: the real clock, and a clock that a test moves.
-
-It covers now, and waiting on a condition. It schedules nothing: each caller keeps its own deadline.
-"""
+"""Time as a protocol: the real clock, and a clock that a test moves. Each caller keeps its own deadline."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import threading
 import time
 from typing import Protocol
 
-#: Seconds after which a `FakeClock` that waits for other threads gives up. Reached only in a
-#: deadlock, which it turns into an error: no loaded machine takes as long.
+#: Seconds after which a `FakeClock` that waits for other threads raises: reached only in a deadlock.
 DEADLOCK_S = 120.0
 
 
@@ -22,14 +18,9 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition` is notified or time is up.
+        """Wait until `condition`, held by the caller, is notified; return `False` after `timeout_s` (`None`: no limit).
 
-        Args:
-            condition: Held by the caller, released while waiting, held again on return.
-            timeout_s: Seconds, `None`: no limit.
-
-        Returns:
-            `False` if time was up first. As with any condition, the caller checks its state again.
+        As with any condition, the caller checks its state again.
         """
         ...
 
@@ -49,11 +40,7 @@ class RealClock:
 class FakeClock:
     """A clock that stands still until `advance` moves it. Any thread may use it.
 
-    A thread that waits on it is woken by a notification or by `advance` passing its deadline, never
-    by real time.
-
-    Args:
-        start_s: First result of `now`.
+    A thread that waits on it is woken by a notification or by `advance` passing its deadline, never by real time.
     """
 
     def __init__(self, start_s: float = 1000.0) -> None:
@@ -77,8 +64,7 @@ class FakeClock:
             self._waiters[token] = (deadline_s, condition)
             self._lock.notify_all()
         try:
-            # `advance` takes `condition` before it notifies, and the caller holds it from before
-            # the entry above until it waits here: no wake-up is lost.
+            # `advance` takes `condition` before it notifies, and the caller holds it until here: no wake-up is lost.
             condition.wait()
         finally:
             with self._lock:
@@ -100,11 +86,7 @@ class FakeClock:
                 condition.notify_all()
 
     def wait_for_waiters(self, count: int = 1) -> None:
-        """Block until at least `count` threads wait on this clock.
-
-        Raises:
-            TimeoutError: Fewer threads wait after `DEADLOCK_S` real seconds.
-        """
+        """Block until `count` threads wait on this clock; raise `TimeoutError` after `DEADLOCK_S` real seconds."""
         with self._lock:
             if not self._lock.wait_for(lambda: len(self._waiters) >= count, DEADLOCK_S):
                 raise TimeoutError(f"no {count} waiting threads after {DEADLOCK_S:g}s")

@@ -61,10 +61,8 @@ class SettingError(PrefectGPUError, ValueError):
     """An argument of `GPUTaskRunner` or `serve`, or a setting, cannot be read. The text names it and the accepted values."""
 
 
-#: In place of a type's name: the value was pickled and cannot be unpickled.
+#: In place of a type's name: the value cannot be unpickled, or there is not enough memory to send it.
 REBUILT = "value that cannot be rebuilt"
-
-#: In place of a type's name: there is not enough memory to send the value.
 NO_ROOM = "value that finds no memory"
 
 
@@ -82,19 +80,17 @@ class ResultError(PrefectGPUError):
     reason: str
 
     def __str__(self) -> str:
+        value = f"the {self.what} of a GPU task"
         if self.type_name == REBUILT:
-            return (
-                f"the {self.what} of a GPU task cannot be rebuilt on the other side: {self.reason}"
-            )
+            return f"{value} cannot be rebuilt on the other side: {self.reason}"
         if self.type_name == NO_ROOM:
             return (
-                f"the {self.what} of a GPU task finds no memory of the machine for its way between "
-                f"processes ({self.reason}); free some, run fewer tasks at a time, or pass the path "
-                f"of a file"
+                f"{value} finds no memory of the machine for its way between processes ({self.reason}); "
+                f"free some, run fewer tasks at a time, or pass the path of a file"
             )
         text = (
-            f"the {self.what} of a GPU task cannot be sent between processes: {self.where} is a "
-            f"{self.type_name}, which cannot be pickled ({self.reason})"
+            f"{value} cannot be sent between processes: {self.where} is a {self.type_name}, which "
+            f"cannot be pickled ({self.reason})"
         )
         if self.what == "return value":
             text += "; return plain data, or write it to a file inside the task and return the path"
@@ -167,8 +163,7 @@ class ChildDiedError(PrefectGPUError):
     how: str
     #: Last memory sample and possible causes, each worded as possible.
     detail: str = ""
-    #: End of the child's standard error, which is also in the task run's log. The text of the error leaves it
-    #: out.
+    #: End of the child's standard error, which is also in the task run's log and not in the text of the error.
     stderr_tail: str = ""
 
     def __str__(self) -> str:
@@ -185,10 +180,8 @@ class ChildTimeoutError(PrefectGPUError, TimeoutError):
     timeout_s: float
 
     def __str__(self) -> str:
-        return (
-            f"GPU task {self.task_name!r} ran longer than timeout_seconds={self.timeout_s:g}; "
-            f"its process was killed"
-        )
+        limit = f"timeout_seconds={self.timeout_s:g}"
+        return f"GPU task {self.task_name!r} ran longer than {limit}; its process was killed"
 
     def __repr__(self) -> str:
         # Prefect shows the `repr` in the message of the task run's state (3.8.8).

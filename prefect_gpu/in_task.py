@@ -1,7 +1,6 @@
 """Functions for a task's body: its allocation, and names for its phases, marks and steps.
 
-This module measures and changes nothing. The child fills it in before the body runs; phases and steps
-are measured in `prefect_gpu.child.recorder`.
+The child sets the allocation and the recorder before the body runs; `child.recorder` measures phases and steps.
 """
 
 from __future__ import annotations
@@ -126,8 +125,7 @@ def _phase(name: str) -> Iterator[None]:
 def mark(name: str) -> None:
     """Name a moment of the body: the report shows the allocated and reserved memory then.
 
-    The peaks are those since the last mark. For steps and seconds see `phase`. Outside a GPU task the call does
-    nothing.
+    The peaks are those since the last mark. For steps and seconds see `phase`. Outside a GPU task the call does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
@@ -140,8 +138,8 @@ def mark(name: str) -> None:
 def step() -> None:
     """End a step: call it at the end of each iteration of a training or inference loop.
 
-    Steps show the memory of a body after its first step. So the next budget may be smaller than the first
-    step's memory on an empty device. Outside a GPU task the call does nothing.
+    Steps show the memory of a body after its first step, so that the next budget may be smaller than the memory of the
+    first step on an empty device. Outside a GPU task the call does nothing.
     """
     if _recorder is not None:
         _recorder.step()
@@ -150,12 +148,12 @@ def step() -> None:
 def report_metric(name: str, value: float) -> None:
     """Report a result of the body, as in `report_metric("accuracy", 0.97)`: it is in the report and in leaderboards.
 
-    Of several values of one name the last counts. Those of a process that dies are lost. Outside of a GPU task it does
-    nothing.
+    Of several values of one name the last counts. A process that dies loses its values. Outside a GPU task the call
+    does nothing.
 
     Args:
         name: Name of the metric.
-        value: A number, or what `float` makes one of: a tensor with one element.
+        value: A number, or an argument of `float`: a tensor with one element.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text, or the value is no number.

@@ -1,7 +1,6 @@
 """Measurements of one task process: its memory over time, its marks and phases, its steps and suspensions.
 
-The values have a bounded size for tasks of any length. Child and parent build them from their readings, and
-`reports` turns them into a `TaskReport`. This module reads nothing itself.
+The values have a bounded size for tasks of any length. Child and parent build them from their readings.
 """
 
 from __future__ import annotations
@@ -39,15 +38,9 @@ def largest(first: int | None, second: int | None) -> int | None:
 
 
 def merge(samples: Sequence[Sample], limit: int) -> tuple[Sample, ...]:
-    """Reduce a series to at most `limit` points; keep every maximum and the last reading.
+    """Reduce a series to at most `limit` points (at least 2), in order of time; keep every maximum and the last reading.
 
-    Args:
-        samples: In order of time.
-        limit: At least 2.
-
-    Returns:
-        Points in order of time. A point that replaces several has the largest value of each kind
-        and the time at which the process was largest.
+    A point that replaces several has the largest value of each kind and the time at which the process was largest.
     """
     if len(samples) <= limit:
         return tuple(samples)
@@ -70,11 +63,8 @@ def _largest_of(group: Sequence[Sample]) -> Sample:
 class SeriesBuilder:
     """Collects the readings of one process in bounded memory. For one thread.
 
-    Peaks, count and waste are exact, also after points were merged.
-
-    Args:
-        reserved_bytes: Reservation on all devices of the process together, for the waste.
-        limit: Maximum number of points kept.
+    Peaks, count and waste are exact, also after points were merged. `reserved_bytes`: the reservation on all devices of
+    the process together, for the waste.
     """
 
     def __init__(self, reserved_bytes: int = 0, limit: int = SERIES_LIMIT) -> None:
@@ -114,8 +104,7 @@ class SeriesBuilder:
     def wasted_byte_seconds(self, until_s: float) -> float:
         """Return reserved minus used bytes, summed over the seconds from placement to `until_s`.
 
-        Each reading is valid until the next; before the first reading nothing was used. Use above the
-        reservation counts as no waste.
+        Each reading is valid until the next; before the first, nothing was used. Use above the reservation is no waste.
         """
         idle_bytes = max(0, self._reserved_bytes - self._used_bytes)
         return self._wasted + idle_bytes * max(0.0, until_s - self._until_s)
@@ -130,14 +119,12 @@ class Mark:
     name: str
     #: Seconds that a phase took; `None`: a mark, which is a moment.
     duration_s: float | None = None
-    #: Bytes that the frameworks had allocated and reserved at the end of the phase, and the peaks during it;
-    #: `None`: unknown.
+    #: Bytes that the frameworks had allocated and reserved at the end of the phase, and the peaks in it; `None`: unknown.
     allocated_bytes: int | None = None
     peak_allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    #: Bytes that the driver reported for the process at the end of the phase; `None`: not reported, or not
-    #: read.
+    #: Bytes that the driver reported for the process at the end of the phase; `None`: not reported, or not read.
     process_bytes: int | None = None
     #: Number of the mark's step, from 0.
     step: int = 0
@@ -151,8 +138,7 @@ class StepFacts:
     count: int
     #: Peak bytes that the frameworks had allocated up to the end of the first step; `None`: unknown.
     first_live_bytes: int | None = None
-    #: Peak bytes in the steps after the first, and after the last step in which the allocator had to release
-    #: its cache; `None`: no such step.
+    #: Peak bytes in the steps after the first and after the last release of the allocator's cache; `None`: no such step.
     steady_live_bytes: int | None = None
     #: Median seconds of the steps after the first; `None`: no such step.
     step_s: float | None = None
@@ -191,8 +177,7 @@ class Suspension:
 #: Number of steps, from the first, whose marks are kept.
 FIRST_STEPS = 3
 
-#: Number of newest steps whose marks are kept: the last complete step, and the marks after it (an evaluation,
-#: for example).
+#: Number of newest steps whose marks are kept: the last complete step, and later marks, as of an evaluation.
 LAST_STEPS = 2
 
 #: Most marks of one step: a body whose names never repeat has one step only.

@@ -21,12 +21,10 @@ Allocation = Literal["limit", "growth", "all"]
 OnOutOfMemory = Literal["escalate", "fail"]
 Enforcement = Literal["warn", "kill"]
 
-
 #: Names for `gpu:framework=`. `none`: no adapter applies the policy.
 FRAMEWORKS = ("torch", "tensorflow", "jax", "cupy", "onnxruntime", "none")
 
-#: Smallest size that is refused, in bytes (8 PiB, more than any device). Sizes are read as floating-point
-#: numbers, which are exact up to here.
+#: Smallest refused size in bytes (8 PiB, more than any device). Sizes are floating-point numbers, exact up to here.
 _BYTES_LIMIT = 2**53
 
 
@@ -42,9 +40,6 @@ class FrameworkShare:
     def __str__(self) -> str:
         """Return the share as in a tag: `torch` or `torch:70%`."""
         return self.name if self.fraction is None else f"{self.name}:{self.fraction * 100:.6g}%"
-
-
-# -- values from text --------------------------------------------------------------------------
 
 
 def read_memory(text: str) -> int | float:
@@ -87,12 +82,7 @@ _OTHER_NAMES = {
 
 
 def _hint(name: str, known: Mapping[str, str]) -> str:
-    """Return "; did you mean NAME?" for a name that is not known, or no text.
-
-    Args:
-        name: In lower case.
-        known: Suggestion by known name in lower case.
-    """
+    """Return "; did you mean NAME?" or no text. `known`: the suggestion by each known name in lower case."""
     other = _OTHER_NAMES.get(name, "")
     if re.split(r"\W", other)[0] in known:
         return f"; did you mean {known.get(other, other)}?"
@@ -194,50 +184,20 @@ def format_number(value: float) -> str:
     return format(Decimal(repr(float(value))), "f").removesuffix(".0")
 
 
-#: Options of PyTorch's allocator by name: the accepted text, and the function that reads it. PyTorch itself
-#: checks options in the child process only. Newer releases accept only the spelling `True`, and releases differ
-#: on a `max_split_size_mb` of 20.
-ALLOCATOR_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "max_split_size_mb": (
-        "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
-        lambda text: str(whole(21)(text)),
-    ),
-    "garbage_collection_threshold": (
-        "a number between 0 and 1, as in gpu:alloc.garbage_collection_threshold=0.8",
-        _read_threshold,
-    ),
-    "expandable_segments": ("true or false", word("True", "False")),
-    "roundup_power2_divisions": (
-        "a power of two, or a list of size:divisions pairs as in [256:1,512:2,>:4]",
-        _read_divisions,
-    ),
-    "backend": ("native or cudaMallocAsync", word("native", "cudaMallocAsync")),
-}
-
-
-# -- the policy --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
-    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it.
+    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it."""
 
-    Raises:
-        PolicyError: Two fields contradict each other.
-    """
-
-    #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total
-    #: (`float` in (0, 1]). `None`: no tag states a budget.
+    #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total (`float` in (0, 1]).
+    #: `None`: no tag states a budget.
     memory: int | float | None = None
     #: Number of devices. The task gets all of them or none.
     count: int = 1
-    #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes as written ("GPU-1a"), in the order given.
-    #: Empty: any.
+    #: Indices ("0"), nodes with indices ("gpu-2:0") or UUID prefixes ("GPU-1a"), in the given order. Empty: any.
     devices: tuple[str, ...] = ()
     #: Frameworks whose adapters apply the policy. Empty: the frameworks that the task imports.
     frameworks: tuple[FrameworkShare, ...] = ()
-    #: "limit": the frameworks are capped at the budget. "growth": no cap. "all": the frameworks take the budget
-    #: at start.
+    #: "limit": frameworks are capped at the budget. "growth": no cap. "all": frameworks take the budget at start.
     allocation: Allocation = "growth"
     #: PyTorch allocator options as pairs of name and text, sorted by name, in PyTorch's spelling.
     allocator_options: tuple[tuple[str, str], ...] = ()
@@ -281,10 +241,7 @@ class GPUPolicy:
 
 
 def why_alone(policy: GPUPolicy) -> str | None:
-    """Return the reason why the first run of a task has a device to itself; `None`: it may share one.
-
-    A task without a cap shares no device, nor does a task that takes its whole cap at its start.
-    """
+    """Return why a first run has a device to itself, as it must without a cap; `None`: it shares a device."""
     if policy.exclusive:
         return "gpu:exclusive"
     if "allocation" in policy.stated and policy.allocation != "limit":
@@ -297,36 +254,24 @@ def why_alone(policy: GPUPolicy) -> str | None:
 
 
 def is_gpu_tag(tag: str) -> bool:
-    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and outer spaces.
-
-    A tag with spaces before the colon counts, and is refused by `parse_tags`.
-    """
+    """Return whether `tag` is `gpu` or starts with `gpu:`, ignoring case and spaces. `parse_tags` refuses `gpu :`."""
     return tag.partition(":")[0].strip().lower() == "gpu"
 
-
-#: A tag that begins like a GPU tag, with any separator.
-_LIKE_OURS = re.compile(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)")
-
-#: A budget without `gpu`.
-_BUDGET_ALONE = re.compile(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)")
 
 _YES = ("1", "true", "yes", "on")
 
 
 def near_miss(tag: str) -> str | None:
-    """Return the GPU tag that a similar tag was probably meant to be, as in `gpu:memory=4GiB` for `gpu-memory=4GiB`.
-
-    Returns:
-        The GPU tag. `None`: `tag` is a GPU tag, or has nothing to do with GPUs.
-    """
+    """Return the GPU tag that was probably meant, as `gpu:memory=4GiB` for `gpu-memory=4GiB`; `None`: no such tag."""
     return None if is_gpu_tag(tag) else _meant(tag)
 
 
 def _meant(tag: str) -> str | None:
-    alone = _BUDGET_ALONE.fullmatch(tag)
-    found = _LIKE_OURS.fullmatch(tag)
-    if alone is not None and _is_budget(alone[1]):
-        return f"gpu:memory={alone[1].strip()}"
+    budget_alone = re.fullmatch(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)", tag)
+    if budget_alone is not None and _is_budget(budget_alone[1]):
+        return f"gpu:memory={budget_alone[1].strip()}"
+    # Like a GPU tag, with any separator.
+    found = re.fullmatch(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)", tag)
     if found is None:
         return None
     plural, separator, rest = found[1], found[2], found[3].strip()
@@ -335,7 +280,7 @@ def _meant(tag: str) -> str | None:
     assigned = re.sub("[=:]+", "=", rest, count=1)
     name, equals, value = (part.strip() for part in assigned.partition("="))
     name = _OTHER_NAMES.get(name.lower(), name.lower())
-    key = _BY_NAME[name.partition(".")[0]] if name in _NAMES else None
+    key = _BY_NAME.get(name)
     if key is not None and key.bare and (not equals or value.lower() in _YES):
         return f"gpu:{name}"
     if key is not None and not key.bare and equals:
@@ -357,21 +302,17 @@ def _is_budget(text: str) -> bool:
 
 
 def is_split_text(tags: Iterable[str]) -> bool:
-    """Return whether tags are the characters of one text with `gpu` in it.
-
-    Python makes them of `tags="gpu"`, where a list is expected.
-    """
+    """Return whether tags are the characters of one text with `gpu`, such as `tags="gpu"` in place of a list."""
     characters = {tag.lower() for tag in tags}
     return characters >= set("gpu") and all(len(each) == 1 for each in characters)
 
 
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
-    """Read the policy that tags ask for.
+    """Return the policy that tags state.
 
     Args:
         task_tags: The task's own tags, from `@task` and `with_options`.
-        context_tags: Tags of `prefect.tags` contexts around the submit. For a key that both sources
-            give, the context takes precedence.
+        context_tags: Tags of `prefect.tags` contexts around the submit, which take precedence for each key.
 
     Returns:
         The policy, or `None` if neither source has a `gpu` tag. Other tags are ignored.
@@ -392,7 +333,7 @@ def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GP
         if name.startswith("alloc."):
             options[name.removeprefix("alloc.")] = value
         else:
-            asked[_BY_NAME[name].field] = value
+            asked[_FIELDS.get(name, name)] = value
     capped = "memory" in asked and asked.get("caching", True)
     asked.setdefault("allocation", "limit" if capped else "growth")
     return GPUPolicy(
@@ -436,8 +377,7 @@ def gpu(
         alloc: PyTorch allocator options, `{"max_split_size_mb": 128}`.
         caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
         exclusive: No other GPU task of any flow uses the task's devices at the same time.
-        oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"`
-            fails.
+        oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"` fails.
         enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
         priority: Of the tasks that are ready, those of a higher priority start first.
         preemptible: Its GPU memory may be moved to the host while a task of a higher priority needs the device, or to
@@ -456,7 +396,7 @@ def gpu(
         PolicyError: An argument cannot be read, is unknown or contradicts another.
     """
     for name in unknown:
-        known = {key.name: key.name for key in _KEYS}
+        known = {key.name.partition(".")[0]: key.name.partition(".")[0] for key in _KEYS}
         problem = f"{name!r} is not a known argument{_hint(name.lower(), known)}"
         raise PolicyError(f"gpu({name}=...)", problem, ", ".join(known))
     if caching is True or caching is False:
@@ -502,10 +442,8 @@ def gpu(
 class _Key:
     """One row of the table: a key and its reader. The README has the meaning of each key."""
 
-    #: Name as in `gpu:NAME=`; `alloc` stands for all of `alloc.KEY`.
+    #: Name as in `gpu:NAME=`.
     name: str
-    #: Field of `GPUPolicy` that holds its value.
-    field: str
     #: Converts the text; raises `ValueError` with the problem.
     read: Callable[[str], Any]
     #: Accepted text, for error messages.
@@ -514,9 +452,6 @@ class _Key:
     repeats: bool = False
     #: A tag without a value, such as `gpu:exclusive`.
     bare: bool = False
-
-
-# -- reading one source ------------------------------------------------------------------------
 
 
 def _read_source(tags: Iterable[str]) -> dict[str, Any]:
@@ -530,16 +465,16 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
             raise PolicyError(tag, "there is a space before the colon", "gpu:KEY=VALUE")
         name, equals, text = (part.strip() for part in tag.strip()[4:].partition("="))
         name = name.lower()
-        key, accepted, read = _find(tag, name)
+        key = _find(tag, name)
         if key.bare and equals:
-            raise PolicyError(tag, f"{name} takes no value", accepted)
+            raise PolicyError(tag, f"{name} takes no value", key.accepted)
         if not key.bare and not text:
-            raise PolicyError(tag, f"{name} has no value", accepted)
+            raise PolicyError(tag, f"{name} has no value", key.accepted)
         try:
-            value = read(text)
+            value = key.read(text)
         except (ValueError, OverflowError) as error:
             # Its cause would repeat the text.
-            raise PolicyError(tag, str(error), accepted) from None
+            raise PolicyError(tag, str(error), key.accepted) from None
         if key.repeats:
             values[name] = tuple(sorted({*values.get(name, ()), value}, key=str))
         elif name in values and values[name] != value:
@@ -554,17 +489,14 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _find(tag: str, name: str) -> tuple[_Key, str, Callable[[str], Any]]:
-    """Return the row of a key, its accepted text and its reader."""
+def _find(tag: str, name: str) -> _Key:
+    """Return the row of a key."""
     head, _, option = name.partition(".")
-    if head == "alloc":
-        if option not in ALLOCATOR_OPTIONS:
-            raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
-        return _BY_NAME["alloc"], *ALLOCATOR_OPTIONS[option]
+    if name not in _BY_NAME and head == "alloc":
+        raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
     if name not in _BY_NAME:
-        raise _unknown(tag, "key", name, "", _NAMES)
-    key = _BY_NAME[name]
-    return key, key.accepted, key.read
+        raise _unknown(tag, "key", name, "", _BY_NAME)
+    return _BY_NAME[name]
 
 
 def _unknown(tag: str, what: str, name: str, prefix: str, known: Iterable[str]) -> PolicyError:
@@ -592,50 +524,60 @@ def _check_frameworks(shares: tuple[FrameworkShare, ...]) -> None:
         )
 
 
-# -- the table ---------------------------------------------------------------------------------
-
 _KEYS = (
     _Key(
-        "memory",
         "memory",
         read_memory,
         f"{SIZES_ACCEPTED}; or a percentage of each device above 0 and up to 100, as in 40%",
     ),
-    _Key("count", "count", whole(1), "a whole number from 1, as in gpu:count=2"),
+    _Key("count", whole(1), "a whole number from 1, as in gpu:count=2"),
     _Key(
         "device",
-        "devices",
         read_devices,
         "indices among the runner's devices or UUID prefixes, with commas, as in gpu:device=0,2 or "
         "gpu:device=GPU-1a2b; on a cluster also a node and an index, as in gpu:device=gpu-2:0",
     ),
     _Key(
         "node",
-        "nodes",
         read_nodes,
         "names of nodes (letters, digits and ._-#), with commas, as in gpu:node=gpu-1,gpu-2",
     ),
     _Key(
         "framework",
-        "frameworks",
         read_share,
         f"{', '.join(FRAMEWORKS[:-1])} or none, with a share of the budget if several split it, as "
         "in torch:70%",
         repeats=True,
     ),
-    _Key("allocation", "allocation", word("limit", "growth", "all"), "limit, growth or all"),
-    # Each option of the allocator has its own function and text, in `ALLOCATOR_OPTIONS`.
-    _Key("alloc", "allocator_options", str, ", ".join(ALLOCATOR_OPTIONS)),
-    _Key("caching", "caching", lambda text: word("on", "off")(text) == "on", "on or off"),
-    _Key("exclusive", "exclusive", lambda _: True, "gpu:exclusive", bare=True),
-    _Key("oom", "oom", word("escalate", "fail"), "escalate or fail"),
-    _Key("enforce", "enforce", word("warn", "kill"), "warn or kill"),
-    _Key("priority", "priority", whole(), "a whole number, as in gpu:priority=5"),
-    _Key("preemptible", "preemptible", lambda _: True, "gpu:preemptible", bare=True),
-    _Key("wait", "wait_s", read_wait, DURATIONS_ACCEPTED),
-    _Key("cpus", "cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
+    _Key("allocation", word("limit", "growth", "all"), "limit, growth or all"),
+    # PyTorch checks these options in the child process only. Newer releases accept only the spelling `True`, and releases
+    # differ on a `max_split_size_mb` of 20.
     _Key(
-        "learn_by",
+        "alloc.max_split_size_mb",
+        lambda text: str(whole(21)(text)),
+        "a whole number of MiB above 20, as in gpu:alloc.max_split_size_mb=128",
+    ),
+    _Key(
+        "alloc.garbage_collection_threshold",
+        _read_threshold,
+        "a number between 0 and 1, as in gpu:alloc.garbage_collection_threshold=0.8",
+    ),
+    _Key("alloc.expandable_segments", word("True", "False"), "true or false"),
+    _Key(
+        "alloc.roundup_power2_divisions",
+        _read_divisions,
+        "a power of two, or a list of size:divisions pairs as in [256:1,512:2,>:4]",
+    ),
+    _Key("alloc.backend", word("native", "cudaMallocAsync"), "native or cudaMallocAsync"),
+    _Key("caching", lambda text: word("on", "off")(text) == "on", "on or off"),
+    _Key("exclusive", lambda _: True, "gpu:exclusive", bare=True),
+    _Key("oom", word("escalate", "fail"), "escalate or fail"),
+    _Key("enforce", word("warn", "kill"), "warn or kill"),
+    _Key("priority", whole(), "a whole number, as in gpu:priority=5"),
+    _Key("preemptible", lambda _: True, "gpu:preemptible", bare=True),
+    _Key("wait", read_wait, DURATIONS_ACCEPTED),
+    _Key("cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
+    _Key(
         "learn_by",
         read_parameter,
         "a parameter's name, as in gpu:learn_by=batch_size",
@@ -643,8 +585,7 @@ _KEYS = (
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
-#: Text between `gpu:` and `=` of a tag.
-_NAMES = (
-    *(name for name in _BY_NAME if name != "alloc"),
-    *(f"alloc.{option}" for option in ALLOCATOR_OPTIONS),
-)
+#: Fields of `GPUPolicy` with another name than their key.
+_FIELDS = {"device": "devices", "node": "nodes", "framework": "frameworks", "wait": "wait_s"}
+#: Names of PyTorch's allocator options.
+ALLOCATOR_OPTIONS = tuple(name[6:] for name in _BY_NAME if name.startswith("alloc."))

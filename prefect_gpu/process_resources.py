@@ -1,7 +1,6 @@
 """Shared objects of a process, its one fork hook, and the start of its threads.
 
-The broker, the launcher, the pools of standbys and fork servers and the like exist once in a process.
-`ProcessResources` makes each object once, and a fork of the process begins without them.
+The broker, the launcher and the pools exist once in a process. A fork of the process begins without them.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class ProcessResources:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Locks by key, held while the key's object is made. A broker is not made before its driver answers,
-        #: and callers of other keys must not wait for that.
+        #: Locks by key, held while the key's object is made: a broker may wait for its driver, other keys must not.
         self._making: dict[Hashable, threading.RLock] = {}
         self._shared: dict[Hashable, Any] = {}
         #: Resets in a fork of the process, by object. Objects are not kept alive.
@@ -59,12 +57,9 @@ class ProcessResources:
         )
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of a key; make it if needed.
+        """Return the object of a key; make it if needed, under a lock of the key.
 
-        Args:
-            key: Equal for callers that share the object.
-            make: Makes the object under a lock of the key. It may ask for the object of another key. After an
-                exception the next caller tries again.
+        `make` may ask for the object of another key. After its exception the next caller tries again.
         """
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())
@@ -79,8 +74,8 @@ class ProcessResources:
 
         Args:
             owner: The object, which is not kept alive. Its reset, see `after_fork`, makes a new lock.
-            lock: Returns the lock. It must not refer to `owner`. Code that runs under the lock takes no other of
-                these locks, and ends soon.
+            lock: Returns the lock. It must not refer to `owner`. Code under the lock ends soon and takes no other of
+                these locks.
         """
         self._quiet[owner] = lock
 
@@ -137,12 +132,7 @@ def read_own_bytes(name: str) -> int:
 
 
 def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
-    """Start a thread and return it.
-
-    Args:
-        target: The thread's function.
-        name: Name of the thread.
-        daemon: The interpreter does not wait for the thread at its exit.
+    """Start a thread and return it. The interpreter does not wait for a `daemon` at its exit.
 
     Raises:
         CapacityError: The system starts no more threads. The text names the limit; a later call may succeed.
@@ -159,11 +149,7 @@ def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -
 
 
 def run_uninterrupted(call: Callable[[], object], name: str) -> None:
-    """Run a call to its end on a thread of its own, also if Ctrl-C is pressed meanwhile.
-
-    Args:
-        call: The function to run. It must end soon.
-        name: Name of the thread.
+    """Run a call that ends soon to its end, on a thread of its own, also if Ctrl-C is pressed meanwhile.
 
     Raises:
         KeyboardInterrupt: Ctrl-C was pressed. The call has ended.

@@ -1,7 +1,6 @@
 """Settings of the runner, `PREFECT_INTEGRATIONS_GPU_*`, by Prefect's convention for integrations.
 
-Settings come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own
-settings. `prefect_gpu.policy` reads the tags of single tasks.
+They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own settings.
 """
 
 from __future__ import annotations
@@ -160,10 +159,7 @@ class GPUSettings(PrefectBaseSettings):
 
 
 def read_settings(**given: Any) -> GPUSettings:
-    """Return the settings of this process.
-
-    Args:
-        given: Arguments of a runner, which take precedence.
+    """Return the settings of this process. `given`: arguments of a runner, which take precedence.
 
     Raises:
         SettingError: A setting cannot be read, or contradicts another.

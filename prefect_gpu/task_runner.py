@@ -1,8 +1,7 @@
 """`GPUTaskRunner`: Prefect's contract of a task runner, and nothing else.
 
-A task with a `gpu` tag runs in a process of its own, with Prefect's engine in a thread here. Other tasks run in
-a thread, as under Prefect's default runner. `runner.active_runner` has the work of a runner between its enter
-and its exit.
+A task with a `gpu` tag runs in a process of its own, with Prefect's engine in a thread here; other tasks run in
+a thread, as under Prefect's default runner. `runner.active_runner` does the work of an entered runner.
 """
 
 from __future__ import annotations
@@ -33,34 +32,29 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     Use it as `@flow(task_runner=GPUTaskRunner())`, and tag tasks with `prefect_gpu.gpu(...)`.
 
     Args:
-        devices: `"auto"` (NVIDIA devices if there are any, else the machine's memory), `"nvml"`,
-            `"host"`, `"simulated:2x24GiB"`, a list of indices or UUID prefixes, or a
-            `prefect_gpu.testing.SimulatedDevices`. Default: the setting
-            `PREFECT_INTEGRATIONS_GPU_DEVICES`, which is `"auto"`.
+        devices: `"auto"` (NVIDIA devices if there are any, else the machine's memory), `"nvml"`, `"host"`,
+            `"simulated:2x24GiB"`, a list of indices or UUID prefixes, or a `prefect_gpu.testing.SimulatedDevices`.
+            Default: the setting `PREFECT_INTEGRATIONS_GPU_DEVICES`, which is `"auto"`.
         placement: Among devices that fit: `"spread"` takes the emptiest, `"pack"` the fullest.
-        max_processes: Most GPU tasks that run at a time; `None`: four for each core, at least
-            eight.
-        max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory
-            holds.
+        max_processes: Most GPU tasks that run at a time; `None`: four for each core, at least eight.
+        max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory holds.
         headroom: Memory kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
-        standby: Processes started ahead of their tasks, with Prefect, the framework and the task's
-            modules imported: `"auto"`, or at most so many; 0 starts none.
-        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`: it is forked from
-            a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
-            done nothing else; for many short tasks. Other frameworks are refused under it, and no
-            standbys are started.
-        memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it
-            allocates, with stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of
-            memory. `None`: nothing is recorded.
-        address: Of a Ray cluster, whose devices are used in place of this machine's: `"auto"`, `"host:port"`
-            or `"ray://host:port"`. `None`: this machine.
+        standby: Processes started ahead of their tasks, with Prefect, the framework and the task's modules
+            imported: `"auto"`, or at most so many; 0 starts none.
+        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`, for many short tasks: it is
+            forked from a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
+            done nothing else. Other frameworks are refused under it, and no standbys are started.
+        memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, with
+            stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of memory. `None`: no snapshots.
+        address: Ray cluster whose devices are used in place of this machine's: `"auto"`, `"host:port"` or
+            `"ray://host:port"`. `None`: this machine.
         num_gpus: On a cluster: GPUs of each node to reserve in Ray's own count, and to use. `None`: none are
             reserved, and all devices of the nodes are used.
 
     Raises:
-        DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no
-            `forkserver` (all but Linux).
+        DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no `forkserver`
+            (all but Linux).
         SettingError: Another argument cannot be read, or contradicts one.
     """
 
@@ -100,31 +94,19 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         settings = read_settings(**given)
         # Pickled with the flow: plain values only.
         self._configuration = Configuration(
-            parse_spec(settings.devices if devices is None else devices),
-            settings.placement,
-            settings.max_processes,
-            settings.max_tasks_per_device,
-            settings.headroom,
-            settings.reports,
-            settings.standby,
-            settings.start_method,
-            settings.memory_snapshots,
-            settings.address or "",
-            settings.num_gpus,
-            settings.live_view,
-            settings.progress,
+            devices=parse_spec(settings.devices if devices is None else devices),
+            headroom_bytes=settings.headroom,
+            address=settings.address or "",
+            **settings.model_dump(exclude={"devices", "headroom", "address", "ledger"}),
         )
         if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
             raise DeviceError(
                 f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
                 'here: start_method="spawn"'
             )
+        shown = given if devices is None else {"devices": devices, **given}
         #: Arguments, for `repr`.
-        self._shown = ", ".join(
-            f"{name}={value!r}"
-            for name, value in {"devices": devices, **given}.items()
-            if value is not None
-        )
+        self._shown = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         self._run: ActiveRunner | None = None
 
     def __repr__(self) -> str:
@@ -132,8 +114,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def duplicate(self) -> Self:
         """Return a new runner of the same configuration."""
-        # The constructor would read the settings again, which takes each child 3 ms before its body.
-        # `__getstate__` leaves the started state out.
+        # The constructor would read the settings again (3 ms in each child). `__getstate__` drops the started state.
         return copy.copy(self)
 
     def __eq__(self, other: object) -> bool:
@@ -175,13 +156,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     ) -> PrefectConcurrentFuture[Any]:
         """Start Prefect's engine for a task in a thread; return at once.
 
-        A wrong tag, or a request that the machine cannot satisfy, fails the task run, not this call.
-
-        Args:
-            task: The task.
-            parameters: Arguments of the call; the engine resolves futures.
-            wait_for: Futures that must be done first.
-            dependencies: Further inputs to record.
+        A wrong tag, or a request that the machine cannot satisfy, fails the task run, not this call. The engine resolves
+        futures among the `parameters`, waits for `wait_for`, and records `dependencies` as further inputs.
         """
         if not self._started or self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")
@@ -190,15 +166,12 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def submit_background(
         self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
     ) -> Future[State[Any]] | None:
-        """Run an existing background task run, as `submit` runs a new one.
+        """Run an existing background task run; return the future of its final state, `None` for a task without a `gpu` tag.
 
         Args:
             task: The task, with the tags of its run.
             arguments: Other arguments of Prefect's engine, among them the task run.
             around: Tags of `prefect.tags` contexts around the call of `delay`.
-
-        Returns:
-            The future of the final state; `None`: the task is no GPU task and was not started.
         """
         if self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")

@@ -1,8 +1,7 @@
 """`serve`: Prefect's background tasks (`task.delay()`) with a GPU task runner.
 
-Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` gives those of GPU tasks
-to a task runner. How a runner runs a task run is in `runner.active_runner`; the warning under Prefect's own `serve` is in
-`engine.direct_calls`. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
+Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` passes task runs
+of GPU tasks to a task runner. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ from prefect_gpu.task_runner import GPUTaskRunner
 
 
 class _Service:
-    """One call of `serve`.
-
-    Args:
-        runner: The entered runner of the GPU tasks.
-        timeout_s: Seconds after which no more task runs are fetched; `None`: no limit.
-    """
+    """One call of `serve`: an entered runner, and the seconds for which task runs are fetched (`None`: no limit)."""
 
     def __init__(self, runner: GPUTaskRunner, timeout_s: float | None) -> None:
         self.runner = runner
@@ -48,8 +42,7 @@ class _Service:
 
     async def fetch(self, subscribe: Coroutine[Any, Any, None]) -> None:
         """Let Prefect's worker fetch task runs until the time is over, or until `stop`."""
-        # Only the subscription is cancelled. Prefect would also cancel the task runs in their threads, and log
-        # an error for each.
+        # Only the subscription is cancelled. Prefect would also cancel the task runs, and log an error for each.
         with anyio.move_on_after(self._timeout_s) as scope:
             loop = asyncio.get_running_loop()
             with self._lock:
@@ -71,13 +64,7 @@ class _Service:
 
 
 class GPUTaskWorker(TaskWorker):
-    """Prefect's task worker, which gives GPU task runs to a task runner.
-
-    Args:
-        tasks: The tasks to be served.
-        limit: See `serve`.
-        service: The call of `serve`.
-    """
+    """Prefect's task worker, which gives GPU task runs to a task runner."""
 
     def __init__(
         self, tasks: tuple[Task[..., Any], ...], limit: int | None, service: _Service
@@ -98,35 +85,21 @@ class GPUTaskWorker(TaskWorker):
     def _start(
         self, task: Task[..., Any], task_run: TaskRun, **engine: Any
     ) -> Future[State[Any]] | None:
-        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread.
-
-        Args:
-            task: As it was served, but for `isasync`.
-            task_run: As the worker has fetched it.
-            **engine: Other arguments of Prefect's engine.
-        """
+        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread."""
         own, around = run_tags(task, task_run, engine.get("context"))
         called, of_run = copy.copy(task), copy.copy(task)
         of_run.tags = own
         called.isasync = of_run.isasync = task.task_key in self._asynchronous
-        future = self._service.runner.submit_background(
-            of_run, {"task_run": task_run, **engine}, around
-        )
+        engine["task_run"] = task_run
+        future = self._service.runner.submit_background(of_run, engine, around)
         if future is None and called.isasync:
-            coroutine: Coroutine[Any, Any, Any] = run_task_async(
-                called, task_run=task_run, **engine
-            )
+            coroutine: Coroutine[Any, Any, Any] = run_task_async(called, **engine)
             return asyncio.run_coroutine_threadsafe(coroutine, asyncio.get_running_loop())
         return future
 
 
 class _Executor(ThreadPoolExecutor):
-    """The threads of a worker. What is submitted may be started without one.
-
-    Args:
-        limit: Most threads; `None`: Python's default.
-        start: Starts a task run; returns `None` where it needs a thread.
-    """
+    """The threads of a worker. `start` starts a task run without a thread, or returns `None`."""
 
     def __init__(self, limit: int | None, start: Callable[..., Future[State[Any]] | None]) -> None:
         super().__init__(max_workers=limit or None)
@@ -143,10 +116,8 @@ def run_tags(
 ) -> tuple[set[str], set[str]]:
     """Return the tags of a background task run: tags of the task, and tags of `prefect.tags` contexts around `delay`.
 
-    Args:
-        task: The served task. The caller of `delay` may have changed its tags (`with_options`).
-        task_run: The task run. It has both kinds of tags, and the tags of the flow run that called `delay`.
-        context: Context of the call, as Prefect has serialised it; `None`: the call had no parameters.
+    The task run has both kinds, and the tags of the flow run that called `delay`. The caller may have changed the tags of
+    the served task (`with_options`). Prefect has serialised the `context` of the call; `None`: it had no parameters.
     """
     of_run, of_task = set(task_run.tags), set(task.tags)
     if context is None:
@@ -166,10 +137,9 @@ def serve(
     """Serve tasks in the background, as `prefect.task_worker.serve` does, and run each GPU task in its own process.
 
     Other programs call the tasks with `task.delay(...)`. GPU tasks wait in one queue with the GPU tasks of all
-    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`.
-
-    `serve` returns after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the
-    processes of GPU tasks, whose task runs become `Crashed`, and waits for other tasks.
+    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`. `serve` returns
+    after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the processes of GPU tasks,
+    whose task runs become `Crashed`, and waits for other tasks.
 
     Args:
         *tasks: At least one task, made with `@task`.
@@ -199,24 +169,15 @@ def serve(
 
 
 async def _run_worker(
-    tasks: tuple[Task[..., Any], ...],
-    limit: int | None,
-    status_server_port: int | None,
-    service: _Service,
+    tasks: tuple[Task[..., Any], ...], limit: int | None, port: int | None, service: _Service
 ) -> None:
     """Run a worker, and Prefect's page about it, as `prefect.task_worker.aserve` does."""
     worker, page = GPUTaskWorker(tasks, limit, service), None
-    if status_server_port is not None:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                create_status_server(worker),
-                host="127.0.0.1",
-                port=status_server_port,
-                access_log=False,
-                log_level="warning",
-            )
-        )
-        page = asyncio.create_task(server.serve())
+    if port is not None:
+        where: dict[str, Any] = {"host": "127.0.0.1", "port": port}
+        app = create_status_server(worker)
+        config = uvicorn.Config(app, access_log=False, log_level="warning", **where)
+        page = asyncio.create_task(uvicorn.Server(config).serve())
     try:
         await worker.astart()
     finally:
@@ -243,9 +204,8 @@ def _check(tasks: tuple[Any, ...], runner: Any) -> None:
             raise SettingError(f"serve() was given {each!r}; accepted: tasks, made with @task")
         parse_tags(each.tags, ())
     if not isinstance(runner, GPUTaskRunner):
-        raise SettingError(
-            f"runner={runner!r} is no task runner of prefect_gpu; accepted: GPUTaskRunner(...)"
-        )
+        problem = "is no task runner of prefect_gpu; accepted: GPUTaskRunner(...)"
+        raise SettingError(f"runner={runner!r} {problem}")
 
 
 @contextlib.contextmanager
@@ -254,17 +214,9 @@ def _served(
     runner: GPUTaskRunner,
     timeout_s: float | None,
 ) -> Iterator[Future[None]]:
-    """Run Prefect's task worker beside a `with` block, in a thread and an event loop of its own.
+    """Run Prefect's task worker beside a `with` block, and yield a future that is done when the worker has ended.
 
-    In the caller's loop the worker would delay signals until its threads have ended.
-
-    Args:
-        start: Starts the worker.
-        runner: Runner of the GPU tasks.
-        timeout_s: See `_Service`.
-
-    Yields:
-        A future that is done when the worker has ended.
+    The worker has a thread and an event loop of its own: in the caller's loop it would delay signals.
     """
     with (
         capture_sigterm(),

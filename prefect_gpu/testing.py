@@ -75,10 +75,7 @@ _tally = _Tally()
 
 
 def tally() -> Counters | None:
-    """Return the counters of this process's allocations on simulated devices. `None`: no allocation so far.
-
-    The child uses it as the counters of a framework.
-    """
+    """Return this process's allocations on simulated devices, as a framework's counters. `None`: no allocation so far."""
     return _tally.counters()
 
 
@@ -88,10 +85,7 @@ def begin_trace() -> EndTrace | None:
 
 
 def note_allocation_retry() -> None:
-    """Count an allocation as one that succeeded only after the allocator gave up its cache.
-
-    A cap that pinches shows so with a real framework.
-    """
+    """Count an allocation as successful only after a release of the cache, as under a cap that is too low."""
     _tally.count_retry()
 
 

@@ -1,8 +1,4 @@
-"""Bytes and seconds, to and from text.
-
-It covers the sizes and durations of tags and messages. A percentage of a device becomes bytes in
-`scheduling`, where the device is known.
-"""
+"""Bytes and seconds, to and from text: the sizes and durations of tags and messages."""
 
 from __future__ import annotations
 
@@ -60,17 +56,7 @@ def _parse(text: str, units: Mapping[str, float], usual: str, what: str) -> floa
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size such as `6GiB`, `1.5 GB`, `512 MiB`.
-
-    Args:
-        text: A positive number and a unit, in any case, with or without a space between them.
-
-    Returns:
-        Bytes, rounded down.
-
-    Raises:
-        ValueError: The text is not a size. The message says why.
-    """
+    """Return the bytes, rounded down, of a size such as `6GiB` or `1.5 gb`; raise `ValueError` with the reason."""
     size = int(_parse(text, UNIT_BYTES, "GiB", "bytes"))
     if not size:
         raise ValueError(f"{text.strip()!r} is less than a byte")
@@ -78,13 +64,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> int | float:
-    """Read a size in bytes, or a percentage as a fraction.
-
-    Args:
-        text: Size for `parse_bytes`, or a percentage in (0, 100] such as `40%`.
-
-    Returns:
-        An `int` of bytes, or a `float` fraction in (0, 1].
+    """Return the bytes (`int`) of a size, or the fraction (`float`) of a percentage in (0, 100] such as `40%`.
 
     Raises:
         ValueError: The text is neither. The message says why.
@@ -98,14 +78,7 @@ def parse_size(text: str) -> int | float:
 
 
 def parse_duration(text: str) -> float:
-    """Read a duration such as `10m`, `1.5 h`, `500ms`.
-
-    Returns:
-        Seconds.
-
-    Raises:
-        ValueError: The text is not a duration. The message says why.
-    """
+    """Return the seconds of a duration such as `10m`, `1.5 h` or `500ms`; raise `ValueError` with the reason."""
     return _parse(text, UNIT_SECONDS, "s", "time")
 
 
@@ -134,12 +107,7 @@ def readable_size(size_bytes: float) -> str:
 
 
 def size_in_tag(size_bytes: float, most_bytes: int | None) -> str:
-    """Return a readable size for a `gpu:memory` tag; `100%`, which a device gives always, where that is more than it has.
-
-    Args:
-        size_bytes: Need of the task.
-        most_bytes: Most that a device can give; `None`: not known.
-    """
+    """Return a size for a `gpu:memory` tag; `100%` above the most that a device can give (`None`: unknown)."""
     text = readable_size(size_bytes)
     return text if most_bytes is None or parse_bytes(text) <= most_bytes else "100%"
 
@@ -157,3 +125,8 @@ def format_seconds(seconds: float | None) -> str:
     if minutes < 60:
         return f"{minutes}m {rest:02d}s".removesuffix(" 00s")
     return f"{minutes // 60}h {minutes % 60:02d}m".removesuffix(" 00m")
+
+
+def counted(number: int, word: str, plural: str = "") -> str:
+    """Return a number with its word: `1 task`, `3 tasks`, `2 histories`. `plural`: the plural, unless it ends in `s`."""
+    return f"{number} {word if number == 1 else plural or word + 's'}"

@@ -36,12 +36,7 @@ def tags_table() -> str:
     """Return the table of what the parser of tags accepts, in markdown."""
     rows = []
     for key in policy._KEYS:
-        if key.field == "allocator_options":
-            rows += [
-                (f"`gpu:alloc.{option}=`", "once", accepted)
-                for option, (accepted, _) in policy.ALLOCATOR_OPTIONS.items()
-            ]
-        elif key.bare:
+        if key.bare:
             rows.append((f"`gpu:{key.name}`", "", "no value"))
         else:
             often = "any number of times" if key.repeats else "once"

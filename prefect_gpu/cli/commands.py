@@ -2,11 +2,13 @@
 
 Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
 argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about past
-flow runs are in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`.
+flow runs are in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`. Modules that
+import Prefect (a second), a driver or Ray are imported by the functions that need them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import inspect
@@ -17,7 +19,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import (
@@ -30,7 +31,13 @@ from cyclopts import (
 )
 from cyclopts.validators import Number
 
-from prefect_gpu.cli.run_commands import list_histories, recommend, reset_histories, show_report
+from prefect_gpu.cli.run_commands import (
+    AsJson,
+    list_histories,
+    recommend,
+    reset_histories,
+    show_report,
+)
 from prefect_gpu.cli.simulate_command import simulate_command
 from prefect_gpu.cli.suspend_command import resume, suspend
 from prefect_gpu.errors import PrefectGPUError
@@ -41,12 +48,23 @@ from prefect_gpu.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from prefect_gpu.devices.spec import DeviceSpec
     from prefect_gpu.scheduling.model import DeviceSnapshot
+    from prefect_gpu.settings import GPUSettings
+
+
+def _version() -> str:
+    """Print the version.
+
+    Examples:
+        prefect-gpu version
+    """
+    return f"prefect-gpu {version('prefect-gpu')}"
+
 
 app = App(
     name="prefect-gpu",
     help="Devices, tasks that use or want them, tags, reports and simulated schedules of prefect_gpu.",
     help_epilogue="Examples:\n\n    prefect-gpu status --watch\n    prefect-gpu report quiet-fox",
-    version=lambda: f"prefect-gpu {version('prefect-gpu')}",
+    version=_version,
     version_flags=("--version",),
     # Options have the names given here and no negative form.
     default_parameter=Parameter(negative=(), show_default=False),
@@ -63,11 +81,7 @@ def _add(command: Callable[..., Any], name: str, group: App = app) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code.
-
-    Args:
-        argv: Arguments after the program's name. `None`: those of this process.
-    """
+    """Run one command and return the exit code. `argv` has the arguments; `None`: those of this process."""
     tokens = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -109,21 +123,16 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 def _refuse(text: str) -> int:
     """Print an error and return the exit code."""
-    _print_error(text)
-    return 2
-
-
-def _print_error(text: str) -> None:
     # `print` writes to standard output if there is no standard error.
     if sys.stderr is None:
-        return
-    # Imported here because few commands fail.
+        return 2
     from prefect_gpu.reports.canvas import clean
 
     try:
         print(f"prefect-gpu: {clean(text)}", file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
+    return 2
 
 
 def _discard(stream: TextIO) -> None:
@@ -161,12 +170,7 @@ def _explain(error: CycloptsError) -> str:
     return f"{text} (see prefect-gpu {' '.join((*(error.command_chain or ()), '--help'))})"
 
 
-def _devices(
-    *,
-    devices: str = "",
-    address: str = "",
-    as_json: Annotated[bool, Parameter("--json")] = False,
-) -> str:
+def _devices(*, devices: str = "", address: str = "", as_json: AsJson = False) -> str:
     """List the devices as the runner sees them.
 
     Args:
@@ -180,44 +184,37 @@ def _devices(
         prefect-gpu devices --devices 0,1 --json
         prefect-gpu devices --address auto
     """
-    # Imported here because `check` needs no driver.
     from prefect_gpu.devices.spec import open_reader, parse_spec
 
-    given = parse_spec(devices or _default_devices())
+    given = parse_spec(devices or _settings().devices)
     if address:
         return _list_nodes(address, given, as_json)
     named = given.simulated is not None and given.simulated.name
-    reader = open_reader(given, os.environ, shared=_ledger_folder() if named else None)
-    try:
+    reader = open_reader(given, os.environ, shared=_settings().ledger if named else None)
+    with contextlib.closing(reader):
         snapshots = reader.read(())
-    finally:
-        reader.close()
     if as_json:
-        return json.dumps([_device_json(snapshot) for snapshot in snapshots], indent=2)
+        return json.dumps([*map(_device_json, snapshots)], indent=2)
     if not snapshots:
         return "no devices"
-    heads = ("index", "uuid", "name", "total", "free", "processes")
-    return "\n".join(table_lines([heads, *(_device_row(snapshot) for snapshot in snapshots)]))
+    return "\n".join(table_lines([_DEVICE_HEADS, *map(_device_row, snapshots)]))
+
+
+_DEVICE_HEADS = ("index", "uuid", "name", "total", "free", "processes")
 
 
 def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
-    # Imported here: they import Ray.
     from prefect_gpu.cluster.flow_cluster import read_cluster
     from prefect_gpu.cluster.node_agent import NodeSettings
 
-    settings = NodeSettings("", devices, "spread", None, None, _ledger_folder(), standby=0)
+    settings = NodeSettings("", devices, "spread", None, None, _settings().ledger, standby=0)
     snapshots, aside = read_cluster(address, settings)
     if as_json:
-        found = {"devices": [_device_json(each) for each in snapshots], "set_aside": aside}
+        found = {"devices": [*map(_device_json, snapshots)], "set_aside": aside}
         return json.dumps(found, indent=2)
-    heads = ("node", "index", "uuid", "name", "total", "free", "processes")
     rows = [(each.device.host, *_device_row(each)) for each in snapshots]
-    return "\n".join(
-        [
-            *table_lines([heads, *rows]),
-            *(f"{node} is set aside: {why}" for node, why in aside.items()),
-        ]
-    )
+    lines = table_lines([("node", *_DEVICE_HEADS), *rows])
+    return "\n".join([*lines, *(f"{node} is set aside: {why}" for node, why in aside.items())])
 
 
 def _status(
@@ -225,9 +222,9 @@ def _status(
     devices: str = "",
     watch: bool = False,
     interval: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
-    as_json: Annotated[bool, Parameter("--json")] = False,
+    as_json: AsJson = False,
 ) -> str | None:
-    """Show what holds the devices of this machine, and what waits for them and why.
+    """Show the tasks on the devices of this machine, and the waiting tasks with their reasons.
 
     Tasks of all flows of this machine that share the ledger are shown, and other programs' processes.
 
@@ -241,12 +238,11 @@ def _status(
         prefect-gpu status
         prefect-gpu status --watch --interval 5
     """
-    # Imported here because `check` needs neither driver nor ledger.
     from prefect_gpu.cli.status import open_status, status_lines
-    from prefect_gpu.cli.watch import repeat
+    from prefect_gpu.cli.terminal import repeat
     from prefect_gpu.devices.spec import parse_spec
 
-    with open_status(parse_spec(devices or _default_devices()), _ledger_folder()) as read:
+    with open_status(parse_spec(devices or _settings().devices), _settings().ledger) as read:
 
         def show() -> str:
             status = read()
@@ -260,8 +256,8 @@ def _status(
         return None
 
 
-def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | int:
-    """Look at driver, packages, frameworks, server and limits, and say how to mend what is wrong.
+def _doctor(*, as_json: AsJson = False) -> str | int:
+    """Check driver, packages, frameworks, server and limits, and print how to repair them.
 
     The exit code is 1 if there is a problem. Each framework that is installed is imported in a process of its own.
 
@@ -272,7 +268,6 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
         prefect-gpu doctor
         prefect-gpu doctor --json
     """
-    # Imported here: it imports Prefect, which takes a second.
     from prefect_gpu.cli.doctor import examine, finding_lines
 
     findings = []
@@ -285,9 +280,7 @@ def _doctor(*, as_json: Annotated[bool, Parameter("--json")] = False) -> str | i
     return int(any(each.level == "problem" for each in findings))
 
 
-def _check(
-    tags: list[str], /, *, as_json: Annotated[bool, Parameter("--json")] = False
-) -> str | int:
+def _check(tags: list[str], /, *, as_json: AsJson = False) -> str | int:
     """Read tags and print the policy, or what is wrong.
 
     The exit code is 1 if a tag is no GPU tag and was probably meant to be one, which is printed to standard error.
@@ -314,17 +307,8 @@ def _check(
         return text
     print(text)
     for tag, meant in misses.items():
-        _print_error(f"{tag!r} has no meaning; did you mean {meant!r}?")
+        _refuse(f"{tag!r} has no meaning; did you mean {meant!r}?")
     return 1
-
-
-def _version() -> str:
-    """Print the version.
-
-    Examples:
-        prefect-gpu version
-    """
-    return f"prefect-gpu {version('prefect-gpu')}"
 
 
 def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
@@ -367,25 +351,17 @@ def _allocation(policy: GPUPolicy) -> str:
     return "growth in a first run, then limit" if why_alone(policy) else "limit"
 
 
-def _ledger_folder() -> Path | None:
-    from prefect_gpu.settings import read_settings  # imports Prefect, which takes a second
+def _settings() -> GPUSettings:
+    from prefect_gpu.settings import read_settings
 
-    return read_settings().ledger
-
-
-def _default_devices() -> str:
-    from prefect_gpu.settings import read_settings  # imports Prefect, which takes a second
-
-    return read_settings().devices
+    return read_settings()
 
 
 def _device_row(snapshot: DeviceSnapshot) -> tuple[str, ...]:
     device = snapshot.device
-    state = (
-        (f"unusable: {snapshot.error}", "")
-        if snapshot.error
-        else (format_bytes(snapshot.free_bytes), str(len(snapshot.processes)))
-    )
+    state = (format_bytes(snapshot.free_bytes), str(len(snapshot.processes)))
+    if snapshot.error:
+        state = (f"unusable: {snapshot.error}", "")
     return (str(device.index), device.uuid, device.name, format_bytes(device.total_bytes), *state)
 
 
@@ -393,29 +369,24 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
     return {
         **dataclasses.asdict(snapshot.device),
         "free_bytes": None if snapshot.error else snapshot.free_bytes,
-        "processes": [
-            {"pid": process.pid, "used_bytes": process.used_bytes} for process in snapshot.processes
-        ],
+        "processes": [{"pid": use.pid, "used_bytes": use.used_bytes} for use in snapshot.processes],
         "error": snapshot.error,
     }
 
 
-for _command, _name in (
-    (_devices, "devices"),
-    (_status, "status"),
-    (suspend, "suspend"),
-    (resume, "resume"),
-    (_doctor, "doctor"),
-    (_check, "check"),
-    (show_report, "report"),
-    (recommend, "recommend"),
-    (simulate_command, "simulate"),
-    (_version, "version"),
-):
-    _add(_command, _name)
+_add(_devices, "devices")
+_add(_status, "status")
+_add(suspend, "suspend")
+_add(resume, "resume")
+_add(_doctor, "doctor")
+_add(_check, "check")
+_add(show_report, "report")
+_add(recommend, "recommend")
+_add(simulate_command, "simulate")
+_add(_version, "version")
 _history = App(
     name="history",
-    help="List what is learned of tasks, or delete it.",
+    help="List the histories of tasks, or delete them.",
     help_epilogue="Examples:\n\n    prefect-gpu history list",
 )
 app.command(_history)

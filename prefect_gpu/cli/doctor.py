@@ -1,12 +1,12 @@
 """Check whether a machine is fit for GPU tasks, and say how to repair it: `prefect-gpu doctor`.
 
-Each check reads one thing and returns findings. Frameworks are checked in processes of their own, side by side:
-importing one takes seconds and may create a CUDA context, which ends with its process. The `judge_…` functions
-evaluate the answers and are pure.
+Frameworks are checked in processes of their own, side by side: importing one takes seconds and may create a CUDA context,
+which ends with its process. The `judge_…` functions evaluate the answers and are pure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -33,7 +33,7 @@ from prefect_gpu.errors import DeviceError
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
-from prefect_gpu.units import GIB, format_bytes
+from prefect_gpu.units import GIB, counted, format_bytes
 
 #: Meaning of a finding: all is well, good to know, or tasks will fail.
 Level = Literal["ok", "note", "problem"]
@@ -41,8 +41,7 @@ Level = Literal["ok", "note", "problem"]
 #: Seconds in which a framework must report its devices. The first start on a cold disk takes a minute.
 FRAMEWORK_S = 180.0
 
-#: Open files and processes below which a flow of many tasks may reach the limit: about ten files for each running task,
-#: and a thread for each waiting task.
+#: Least limits for flows of many tasks: about ten open files for each running task, a thread for each waiting task.
 LEAST_FILES = 1024
 LEAST_PROCESSES = 4096
 
@@ -55,7 +54,7 @@ PROGRAMS: Mapping[str, str] = {
     "torch": """
 import torch
 built = torch.version.cuda or torch.version.hip or ""
-found = torch.__version__, built, torch.cuda.device_count() if torch.cuda.is_available() else 0
+found = torch.__version__, built, torch.cuda.devicecounted() if torch.cuda.is_available() else 0
 """,
     "tensorflow": """
 import tensorflow as tf
@@ -107,12 +106,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Facts that a framework reports about its build."""
+    """A framework's report about its build."""
 
     version: str
     #: CUDA or ROCm version of the build, as in "12.8"; empty: no GPU.
     cuda: str
-    #: Number of GPUs that it can use; `None`: it does not report one.
+    #: Number of GPUs that the framework can use; `None`: it does not report one.
     devices: int | None
 
 
@@ -138,7 +137,8 @@ def check_driver() -> tuple[list[Finding], int]:
     """Return the findings about the driver, and the number of GPUs that NVML shows."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        reader = NvmlReader(visible)
+        with contextlib.closing(NvmlReader(visible)) as reader:
+            return judge_devices(reader.read(()), visible)
     except NvmlMissingError as error:
         fix = (
             "tasks run on the host's memory. On a machine with NVIDIA GPUs install the driver; start containers with "
@@ -146,15 +146,8 @@ def check_driver() -> tuple[list[Finding], int]:
         )
         return [Finding("driver", "note", str(error), fix)], 0
     except DeviceError as error:
-        return [
-            Finding("driver", "problem", str(error), "see nvidia-smi and CUDA_VISIBLE_DEVICES")
-        ], 0
-    try:
-        return judge_devices(reader.read(()), visible)
-    except DeviceError as error:
-        return [Finding("driver", "problem", str(error), "see nvidia-smi and dmesg")], 0
-    finally:
-        reader.close()
+        fix = "see nvidia-smi, dmesg and CUDA_VISIBLE_DEVICES"
+        return [Finding("driver", "problem", str(error), fix)], 0
 
 
 def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], int]:
@@ -163,45 +156,40 @@ def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], i
     found = []
     if working:
         names = ", ".join(sorted({each.device.name for each in working}))
-        text = (
-            f"NVIDIA driver {working[0].device.driver}, {_count(len(working), 'device')}: {names}"
-        )
+        count = counted(len(working), "device")
+        text = f"NVIDIA driver {working[0].device.driver}, {count}: {names}"
         found.append(Finding("driver", "ok", text))
     if visible is not None:
-        found.append(
-            Finding("driver", "note", f"CUDA_VISIBLE_DEVICES={visible} limits the devices")
-        )
+        text = f"CUDA_VISIBLE_DEVICES={visible} limits the devices"
+        found.append(Finding("driver", "note", text))
     for each in snapshots:
         if each.error:
-            name = f"device {each.device.index} ({each.device.uuid})"
+            text = f"device {each.device.index} ({each.device.uuid}): {each.error}"
             fix = (
                 "no task is placed there; reset it (nvidia-smi --gpu-reset) or restart the machine"
             )
-            found.append(Finding("driver", "problem", f"{name}: {each.error}", fix))
+            found.append(Finding("driver", "problem", text, fix))
     if working and not working[0].device.attributed:
         text = "this container has process ids of its own: the driver's figures of each process are not used"
-        found.append(
-            Finding("driver", "note", text, "docker run --pid=host shows them (docs/memory.md)")
-        )
+        fix = "docker run --pid=host shows them (docs/memory.md)"
+        found.append(Finding("driver", "note", text, fix))
     return found, len(working)
 
 
 def _requirements() -> list[str]:
-    """Return the package's requirements; empty if the package is not installed but used from its source."""
     try:
         return importlib.metadata.requires("prefect-gpu") or []
     except importlib.metadata.PackageNotFoundError:
+        # The package is used from its source.
         return []
 
 
 def check_dependencies(
     requirements: Any, installed: Callable[[str], str | None]
 ) -> Iterator[Finding]:
-    """Yield a finding for each dependency that is missing or of a version that does not work.
+    """Yield a finding for each requirement that is missing or of a wrong version.
 
-    Args:
-        requirements: Requirements of the package, from its metadata.
-        installed: Returns the version of a package; `None`: it is not installed.
+    `installed` returns the version of a package; `None`: it is not installed.
     """
     wrong = False
     for requirement in map(Requirement, requirements):
@@ -211,11 +199,9 @@ def check_dependencies(
         if version is not None and requirement.specifier.contains(version, prereleases=True):
             continue
         wrong = True
-        text = (
-            f"{requirement.name} {version or 'is not installed'}; accepted: {requirement.specifier}"
-        )
-        fix = f'pip install "{requirement.name}{requirement.specifier}"'
-        yield Finding("packages", "problem", text, fix)
+        name, accepted = requirement.name, requirement.specifier
+        text = f"{name} {version or 'is not installed'}; accepted: {accepted}"
+        yield Finding("packages", "problem", text, f'pip install "{name}{accepted}"')
     if not wrong:
         names = ("prefect-gpu", "prefect", "fastapi")
         shown = ", ".join(f"{name} {installed(name) or 'is not installed'}" for name in names)
@@ -252,19 +238,16 @@ def check_server() -> Iterator[Finding]:
         yield Finding("server", "problem", text, correct_address(url) or fix)
         return
     milliseconds = (time.monotonic() - began_s) * 1000
-    text = f"{url} answers in {milliseconds:.0f} ms, version {version}"
-    yield Finding("server", "ok", text)
+    yield Finding("server", "ok", f"{url} answers in {milliseconds:.0f} ms, version {version}")
 
 
 def check_ledger() -> Finding:
     """Return whether the flows of this machine can see each other."""
-    folder = read_settings().ledger
     try:
-        store = HostStore(folder)
+        HostStore(read_settings().ledger).close()
     except StoreError as error:
         fix = "PREFECT_INTEGRATIONS_GPU_LEDGER names a folder of a local disk that you may write to"
         return Finding("ledger", "problem", str(error), fix)
-    store.close()
     return Finding("ledger", "ok", "flows of this machine see each other's reservations")
 
 
@@ -324,33 +307,23 @@ print("\\n" + json.dumps(found))
 
 
 def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
-    """Return the finding about one framework.
-
-    Args:
-        name: Name of the framework's package.
-        build: The build, or why the framework cannot be imported.
-        gpus: Number of GPUs that the driver shows.
-    """
+    """Return the finding about a framework, from its build or the error of its import, and the driver's number of GPUs."""
     if isinstance(build, str):
         return Finding(name, "problem", f"cannot be imported: {build}", "see the error")
     if not build.cuda:
         text = f"{build.version} is a build for the CPU"
         if not gpus:
             return Finding(name, "ok", text)
-        text += f": its tasks do not use the {_count(gpus, 'device')}"
+        text += f": its tasks do not use the {counted(gpus, 'device')}"
         return Finding(name, "problem", text, GPU_BUILDS[name])
     text = f"{build.version} for {build.cuda if build.cuda[0].isalpha() else f'CUDA {build.cuda}'}"
     if build.devices is None:
         return Finding(name, "ok", text)
-    text += f" can use {_count(build.devices, 'device')}"
+    text += f" can use {counted(build.devices, 'device')}"
     if build.devices < gpus:
         fix = "compare what it was built for with the driver: docs.nvidia.com/deploy/cuda-compatibility"
         return Finding(name, "problem", f"{text} of {gpus}", fix)
     return Finding(name, "ok", text)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def finding_lines(finding: Finding) -> list[str]:

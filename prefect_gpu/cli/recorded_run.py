@@ -1,9 +1,8 @@
 """A past flow run as a list of tasks that `simulation` can replay on other devices.
 
-Each process of a GPU task becomes a task with its memory, duration and predecessors. `reports.published` reads the
-figures. Tasks without a gpu tag hold no device: they are only the time between two GPU tasks. Waits of the flow's own
-code, as in `future.result()`, are not recorded: a task submitted after a result had come counts as submitted because
-of it, with the same delay.
+Each process of a GPU task becomes a task with its memory, duration and predecessors. Tasks without a gpu tag are only the
+time between two GPU tasks. Waits of the flow's own code, as in `future.result()`, are not recorded: a task that was
+submitted after some results counts as submitted because of the last of them, with the same delay.
 """
 
 from __future__ import annotations
@@ -35,9 +34,6 @@ class Measured(NamedTuple):
 def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
     """Return one task for each process of a flow run, in the order of their requests, and the run's measurements.
 
-    Args:
-        run: The published reports.
-
     Raises:
         ReportError: There is no report of a process, or another version published one.
     """
@@ -45,9 +41,8 @@ def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
         (r for r in run.task_reports if r.devices), key=lambda r: (_asked_at(r), r.attempt)
     )
     if not reports:
-        raise ReportError(
-            f"flow run {run.flow_run} has no report of a process: there is nothing to replay"
-        )
+        problem = "has no report of a process: there is nothing to replay"
+        raise ReportError(f"flow run {run.flow_run} {problem}")
     devices = {device.key: device.name for report in reports for device in report.devices}
     span_s = max(map(_ended_at, reports)) - _asked_at(reports[0])
     measured = Measured(run.flow_run, str(run.flow_run_id), span_s, tuple(devices.values()))
@@ -76,32 +71,31 @@ def _list(
             before |= next(({at} for _, at in results[:there][::-1] if at < position), set())
         last[report.task_run_id] = position
         ready_at = max((_ended_at(reports[at]) for at in before), default=asked_at)
-        least = min(device.total_bytes for device in report.devices)
-        first_run = report.budget_source == "probe"
-        shares = first_run and report.cap_bytes is not None
         request = Request(
             "",
             report.task_run_name + (f" #{report.attempt}" if report.attempt > 1 else ""),
             position,
             0.0,
-            None
-            if first_run or report.budget_bytes >= WHOLE_FRACTION * least
-            else report.budget_bytes,
+            _memory(report),
             len(report.devices),
             exclusive=report.exclusive,
             priority=report.priority,
             expected_s=report.held_s,
-            probe_fraction=float(shares),
         )
-        yield ListedTask(
-            request,
-            report.held_s,
-            # With predecessors, their ends decide when the task arrives.
-            0.0 if before else asked_at - _asked_at(reports[0]),
-            tuple(sorted(before)),
-            max(0.0, asked_at - ready_at),
-            -(-report.peak_process_bytes // len(report.devices)) if shares else None,
-        )
+        # With predecessors, their ends decide when the task arrives.
+        arrival_s = 0.0 if before else asked_at - _asked_at(reports[0])
+        lag_s = max(0.0, asked_at - ready_at)
+        yield ListedTask(request, report.held_s, arrival_s, tuple(sorted(before)), lag_s)
+
+
+def _memory(report: TaskReport) -> int | None:
+    """Return the memory of a process on each device; `None`: it had its devices to itself."""
+    if report.budget_source == "probe":
+        # A first run with a cap shared its devices; its budget was the most that it could get.
+        peak_bytes = max(1, -(-report.peak_process_bytes // len(report.devices)))
+        return None if report.cap_bytes is None else peak_bytes
+    smallest = min(device.total_bytes for device in report.devices)
+    return report.budget_bytes if report.budget_bytes < WHOLE_FRACTION * smallest else None
 
 
 def _before(

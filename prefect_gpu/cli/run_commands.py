@@ -1,7 +1,7 @@
 """The commands about past flow runs: `report`, `recommend` and `history`.
 
-They ask Prefect's API. Advice comes from `reports.advice`, histories from `scheduling.history`; this module has the
-arguments and the output of the commands.
+This module has the arguments and the output of the commands. `reports.advice` gives the advice, `scheduling.history` the
+histories. Modules that import Prefect, which takes a second, are imported by the functions that need them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefect_gpu.cli.simulate_command import read_whole
 from prefect_gpu.errors import ReportError
 from prefect_gpu.live.table import table_lines
 from prefect_gpu.scheduling.history import expected_s, learn
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from prefect_gpu.reports.advice import TaskTags
@@ -53,7 +53,6 @@ def show_report(
         prefect-gpu report quiet-fox --html report.html
         prefect-gpu report quiet-fox --csv
     """
-    # Imported here: it imports Prefect, which takes a second.
     from prefect_gpu.reports.published import report
 
     asked = [name for name, on in (("--html", html), ("--json", as_json), ("--csv", as_csv)) if on]
@@ -72,7 +71,7 @@ def show_report(
         return found.to_csv().rstrip("\n")
     from rich.console import Console
 
-    from prefect_gpu.cli.terminal_markdown import TerminalMarkdown
+    from prefect_gpu.cli.terminal import TerminalMarkdown
 
     console = Console()
     if not console.is_terminal:
@@ -97,7 +96,6 @@ def recommend(flow: str, /, *, last: Last = LAST_RUNS, as_json: AsJson = False) 
         prefect-gpu recommend evaluate-all --last 20
         prefect-gpu recommend quiet-fox --json
     """
-    # Imported here: they import Prefect, which takes a second.
     from prefect_gpu.reports.advice import task_tags
     from prefect_gpu.reports.published import read_task_reports
 
@@ -128,11 +126,8 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _tags_json(tags: TaskTags) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(tags),
-        "write": _plain(tags.write),
-        "saved_bytes": tags.saved_bytes,
-    }
+    written = {"write": _plain(tags.write), "saved_bytes": tags.saved_bytes}
+    return {**dataclasses.asdict(tags), **written}
 
 
 def _plain(markdown: str) -> str:
@@ -146,7 +141,7 @@ def _named(task_name: str, learn_by: str) -> str:
 def list_histories(
     flow: str | None = None, /, *, last: Last = LAST_RUNS, as_json: AsJson = False
 ) -> str:
-    """List what is learned of tasks: a line for each task of a flow, GPU model and set of gpu:learn_by values.
+    """List the histories of tasks: a line for each task of a flow, GPU model and set of gpu:learn_by values.
 
     Args:
         flow: Only tasks of this flow: its name, or the id or name of a flow run.
@@ -158,7 +153,6 @@ def list_histories(
         prefect-gpu history list evaluate-all
         prefect-gpu history list --json
     """
-    # Imported here: they import Prefect, which takes a second.
     from prefect_gpu.reports.history import read_histories
     from prefect_gpu.reports.published import open_api, read_task_reports
 
@@ -184,14 +178,14 @@ def reset_histories(
     every: Annotated[bool, Parameter("--all")] = False,
     yes: bool = False,
 ) -> str:
-    """Delete what is learned of tasks, so that their next runs learn anew.
+    """Delete the histories of tasks, so that their next runs learn anew.
 
-    A Python process that has run a task, such as a notebook's kernel, keeps what it knows until it ends.
+    A Python process that has run a task, such as a notebook's kernel, keeps its own copy until it ends.
 
     Args:
         tasks: Names of tasks, as `prefect-gpu history list` shows them.
         flow: Only what was learned in the flow of this name (default: in any flow, and outside flows).
-        every: All tasks. It asks before it deletes them.
+        every: All tasks, after a question.
         yes: Do not ask.
 
     Examples:
@@ -200,7 +194,6 @@ def reset_histories(
         prefect-gpu history reset --all
         prefect-gpu history reset --all --yes
     """
-    # Imported here: they import Prefect, which takes a second.
     from prefect_gpu.reports.history import delete_history, read_histories
     from prefect_gpu.reports.published import open_api
 
@@ -209,36 +202,29 @@ def reset_histories(
     with open_api() as client:
         found = [each for each in read_histories(client) if flow in (None, each.key.flow_name)]
         if flow is not None and not found:
-            raise ReportError(
-                f"nothing is learned in flow {flow!r}; `prefect-gpu history list` shows the flows. Nothing was deleted"
-            )
+            hint = "`prefect-gpu history list` shows the flows. Nothing was deleted"
+            raise ReportError(f"nothing is learned in flow {flow!r}; {hint}")
         where = "" if flow is None else f" in flow {flow!r}"
         known = {each.key.task_name for each in found}
         unknown = set(tasks or ()) - known
         if unknown:
-            raise ReportError(
-                f"nothing is learned of {', '.join(sorted(unknown))}{where}; known: "
-                f"{', '.join(sorted(known)) or 'no task'}. Nothing was deleted"
-            )
+            named, there = ", ".join(sorted(unknown)), ", ".join(sorted(known)) or "no task"
+            problem = f"nothing is learned of {named}{where}; known: {there}"
+            raise ReportError(f"{problem}. Nothing was deleted")
         chosen = [each for each in found if every or each.key.task_name in (tasks or ())]
         names = sorted({each.key.task_name for each in chosen})
-        what = f"{_count(len(chosen), 'history', 'histories')} of {_count(len(names), 'task', 'tasks')}{where}"
+        what = f"{counted(len(chosen), 'history', 'histories')} of {counted(len(names), 'task')}{where}"
         if every and chosen and not yes and not _agreed(f"Delete {what} at {client.api_url}?"):
             raise ReportError("nothing was deleted")
         runs = sum(delete_history(each.artifact_key, client) for each in chosen)
-    return f"deleted {what}, with {_count(runs, 'run', 'runs')}: {', '.join(names) or 'none'}"
+    return f"deleted {what}, with {counted(runs, 'run')}: {', '.join(names) or 'none'}"
 
 
 def _agreed(question: str) -> bool:
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
     except (EOFError, RuntimeError):
-        # There is no standard input.
-        return False
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
+        return False  # There is no standard input.
 
 
 def _history_row(history: KeptHistory) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """`prefect-gpu simulate`: a list of tasks, or a past flow run, on simulated devices.
 
-This module has the command's arguments and output. `task_list` reads a list, `recorded_run` makes one of a flow run,
-and `simulation` replays it.
+This module has the command's arguments and output. `task_list` reads a list, `recorded_run` makes one of a flow run, and
+`simulation` replays it. They are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prefect_gpu.cli.recorded_run import Measured
     from prefect_gpu.cli.simulation import ListedTask, Outcome, Schedule
 
-#: Names of the lower bounds.
+#: Lower bounds as text.
 _BOUNDS = {
     "chain_s": "longest chain",
     "memory_s": "memory",
@@ -84,7 +84,6 @@ def simulate_command(
         prefect-gpu simulate quiet-fox --devices 4x80GiB
         prefect-gpu simulate quiet-fox --devices 1x24GiB --json
     """
-    # Imported here because the other commands need none of it.
     from prefect_gpu.cli.simulation import simulate
     from prefect_gpu.devices.simulated import SimulatedDevices
     from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE
@@ -104,15 +103,14 @@ def simulate_command(
     if as_json:
         return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
     # Names of the tasks that can never run, by the reason.
-    refusals = collections.defaultdict[str, list[str]](list)
+    refusals: dict[str, list[str]] = {}
     for outcome in schedule.tasks:
         if outcome.refusal:
-            refusals[outcome.refusal].append(outcome.name)
+            refusals.setdefault(outcome.refusal, []).append(outcome.name)
     rows = []
     if run is not None:
         names = collections.Counter(run.measured_devices)
         measured = ", ".join(f"{count} × {name}" for name, count in names.items())
-        # The effect of the other devices.
         verdict = (
             f"{run.flow_run}: {format_seconds(schedule.makespan_s)} on {devices} instead of "
             f"{format_seconds(run.measured_makespan_s)} on {measured}"
@@ -141,7 +139,6 @@ def _read(source: str) -> tuple[list[ListedTask], Measured | None]:
                 return parse_tasks(lines, source), None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskListError(f"{source} cannot be read: {error}") from error
-    # Imported here: they import Prefect, which takes a second.
     from prefect_gpu.cli.recorded_run import recorded_run
     from prefect_gpu.reports.published import report
 

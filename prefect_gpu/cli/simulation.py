@@ -1,7 +1,7 @@
 """A list of tasks on simulated devices in virtual time, scheduled by the broker of the runner.
 
-No process runs and no real clock is read: time jumps from one event to the next. Lists come from `task_list`, or from
-a flow run by `recorded_run`. `broker` decides which task starts when and where.
+No process runs and no real clock is read: time jumps from one event to the next. `task_list` reads lists, `recorded_run`
+makes them of flow runs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from typing import Any
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.clock import RealClock
-from prefect_gpu.devices.reader import ProcessMemory
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Request
-from prefect_gpu.scheduling.probes import READY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +37,6 @@ class ListedTask:
     after: tuple[int, ...] = ()
     #: Seconds from the last of these ends, or from the arrival if that is later, to the submission.
     lag_s: float = 0.0
-    #: Bytes on each device, from the start on, of a first run that shares devices. `None`: no such run.
-    probe_bytes: int | None = None
 
     @property
     def device_s(self) -> float:
@@ -48,13 +44,11 @@ class ListedTask:
         return self.duration_s * self.request.count
 
     def least_bytes(self, size_bytes: int) -> float:
-        """Return the least bytes that the task takes of a device of a given size."""
-        memory = size_bytes if self.request.exclusive else self.request.memory
-        if self.probe_bytes is not None:
-            return self.probe_bytes
-        if isinstance(memory, float):
-            return memory * size_bytes
-        return memory if isinstance(memory, int) else size_bytes
+        """Return the least memory that the task takes of a device of a given size."""
+        memory = self.request.memory
+        if self.request.exclusive or not isinstance(memory, (int, float)):
+            return size_bytes
+        return memory if isinstance(memory, int) else memory * size_bytes
 
 
 @dataclass(slots=True)
@@ -84,10 +78,10 @@ class Schedule:
     #: The largest lower bound of any schedule's duration, and all bounds by name.
     lower_bound_s: float
     bounds: dict[str, float]
-    #: Mean seconds from submission to start.
+    #: Mean and largest seconds from submission to start.
     mean_wait_s: float
     max_wait_s: float
-    #: Reserved fraction of all memory over the makespan. A first run counts with the memory that it held.
+    #: Reserved fraction of all memory over the makespan.
     utilisation: float
     #: Results in the order of the list.
     tasks: list[Outcome]
@@ -103,7 +97,7 @@ def simulate(
     """Return when and where the tasks of a list run.
 
     Args:
-        tasks: Tasks; those that arrive together are submitted in this order.
+        tasks: Tasks. Several with one arrival are submitted in this order.
         devices: Simulated devices. The memory of a task includes its context.
         max_tasks: Most tasks on a device at a time. `None`: as many as fit.
         max_processes: Most tasks at a time. `None`: any number.
@@ -126,9 +120,8 @@ class _VirtualClock(RealClock):
         return self.now_s
 
 
-#: Kinds of events, in the order in which events of one time are handled: an end frees devices for new requests. At
-#: `_SETTLED` the memory of a first run counts as settled, so that another one may start beside it.
-_END, _ARRIVAL, _SETTLED = range(3)
+#: Kinds of events, in the order in which events of one time are handled: an end frees devices for new requests.
+_END, _ARRIVAL = range(2)
 
 
 class _Simulation:
@@ -143,18 +136,13 @@ class _Simulation:
         self._chain_s: dict[int, float] = {}
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
-        #: Memory of first runs.
-        self._held: dict[int, ProcessMemory] = {}
-        #: The memory of a device has changed since the broker's last reading.
-        self._changed = False
         #: Reserved memory of ended tasks over time, in byte-seconds.
         self._byte_s = 0.0
         self._numbers = itertools.count(1)
         self._clock = _VirtualClock()
-        self._reader = SimulatedReader(devices, self._clock)
         self._ledger = Ledger(now=self._clock.now)
         self._broker = Broker(
-            self._reader,
+            SimulatedReader(devices, self._clock),
             self._ledger,
             **settings,
             clock=self._clock,
@@ -178,21 +166,16 @@ class _Simulation:
                 _, kind, at = heapq.heappop(self._events)
                 if kind == _ARRIVAL:
                     self._submit(at)
-                elif kind == _END and at in self._running and self._outcomes[at].ended_s == now_s:
+                else:
                     self._end(at)
-            self._changed = True
-            while self._changed:
-                self._changed = False
-                self._broker.look()
-                self._follow()
-
-    def _push(self, at_s: float, kind: int, at: int) -> None:
-        heapq.heappush(self._events, (at_s, kind, at))
+            self._broker.look()
+            self._follow()
 
     def _push_arrivals(self) -> None:
         for at in self._sorter.get_ready():
             task = self._tasks[at]
-            self._push(max(self._clock.now_s, task.arrival_s) + task.lag_s, _ARRIVAL, at)
+            arrival_s = max(self._clock.now_s, task.arrival_s) + task.lag_s
+            heapq.heappush(self._events, (arrival_s, _ARRIVAL, at))
 
     def _finish(self, at: int, refusal: str = "") -> None:
         self._outcomes[at].refusal = refusal
@@ -209,9 +192,6 @@ class _Simulation:
         self._chain_s[at] = ready_s + task.lag_s + task.duration_s
         self._outcomes[at].submitted_s = self._clock.now_s
         request = replace(task.request, sequence=next(self._numbers))
-        if (task.probe_bytes or 0) > max(self._capacities.values()):
-            # Larger than every device: the broker refuses it.
-            request = replace(request, memory=task.probe_bytes, probe_fraction=0.0)
         self._waiting[at] = self._broker.submit(request)
 
     def _follow(self) -> None:
@@ -233,48 +213,13 @@ class _Simulation:
         outcome.passed = entry.status.passed
         outcome.started_s, outcome.waited_s = now_s, now_s - outcome.submitted_s
         outcome.ended_s = now_s + self._tasks[at].duration_s
-        self._push(outcome.ended_s, _END, at)
-        if ticket.request.probe_fraction:
-            self._hold(at, ticket)
-
-    def _hold(self, at: int, ticket: Ticket) -> None:
-        """Allocate the memory of a first run. Other tasks' budgets are reserved anyway."""
-        pid, uuids = next(self._numbers), [device.uuid for device in ticket.devices]
-        memory = self._held[at] = self._reader.process_memory(uuids, None)
-        memory.attach(pid)
-        for uuid in uuids:
-            with self._reader.account():
-                size_bytes = min(self._tasks[at].probe_bytes or 0, self._reader.free_bytes(uuid))
-            memory.answer("simulated_allocate", {"device_uuid": uuid, "size_bytes": size_bytes})
-        self._broker.attach(ticket, pid)
-        ticket.on_short = lambda device: self._start_again(at)
-        settled_s = self._clock.now_s + READY_S
-        if settled_s - self._clock.now_s < READY_S:
-            # The sum was rounded down.
-            settled_s = math.nextafter(settled_s, math.inf)
-        self._push(settled_s, _SETTLED, at)
-        self._changed = True
-
-    def _start_again(self, at: int) -> None:
-        """End a first run for its neighbours. It keeps its place in the order, and gets a device to itself."""
-        request = replace(self._stop(at).request, probe_fraction=0.0)
-        self._waiting[at] = self._broker.submit(request)
-        self._changed = True
-
-    def _stop(self, at: int) -> Ticket:
-        if at in self._held:
-            self._held.pop(at).detach()
-        ticket = self._running.pop(at)
-        self._broker.end(ticket)
-        return ticket
+        heapq.heappush(self._events, (outcome.ended_s, _END, at))
 
     def _end(self, at: int) -> None:
-        task, placement = self._tasks[at], self._stop(at).placement
-        assert placement is not None
-        if task.probe_bytes is None:
-            self._byte_s += sum(placement.budget_bytes) * task.duration_s
-        else:
-            self._byte_s += task.probe_bytes * task.device_s
+        ticket = self._running.pop(at)
+        assert ticket.placement is not None
+        self._byte_s += sum(ticket.placement.budget_bytes) * self._tasks[at].duration_s
+        self._broker.end(ticket)
         self._finish(at)
 
     def schedule(self, max_tasks: int | None) -> Schedule:

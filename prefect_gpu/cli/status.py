@@ -1,8 +1,6 @@
 """The tasks on the devices of this machine, and the waiting requests: `prefect-gpu status`.
 
-The host's ledger lists the tasks of all flows that hold or want memory; the devices show the memory in use. Both are
-read once. The rest is arithmetic over values with the brokers' own functions (`scheduling.memory`), and reasons of
-waits are the brokers', too (`scheduling.scheduling_pass.explain`). Nothing is changed.
+Ledger and devices are read once and not changed. Free memory and reasons of waits come from the brokers' own functions.
 
     devices, ledger, names of processes -> Found -> machine_status (pure) -> Status -> status_lines, or JSON
 """
@@ -10,13 +8,14 @@ waits are the brokers', too (`scheduling.scheduling_pass.explain`). Nothing is c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
@@ -36,16 +35,18 @@ from prefect_gpu.live.table import (
     table_lines,
 )
 from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
-from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reservation
+from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
 from prefect_gpu.suspension.suspended import REFUSED
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.units import counted, format_bytes, format_seconds
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBy:
-    """One device of a task that holds memory, in bytes."""
+    """One device of a task, with its budget there and its memory in bytes."""
 
     index: int
     budget_bytes: int
@@ -57,7 +58,7 @@ class TaskStatus:
     """A task that has devices."""
 
     task: str
-    #: Name and id of the task run; empty: there is none.
+    #: Name and id of the task run; empty: no task run.
     task_run: str
     task_run_id: str
     #: `runs`, `starts` (the process is not ready yet), or the state of its suspension.
@@ -77,7 +78,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class OtherProcess:
-    """A process of another program that holds memory of a device."""
+    """A process of another program with memory on a device."""
 
     pid: int
     index: int
@@ -89,7 +90,7 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatus:
-    """A waiting task. Tasks are listed in the order of the queue."""
+    """A waiting task."""
 
     task: str
     #: Name and id of the task run.
@@ -109,6 +110,7 @@ class Status:
 
     devices: tuple[DeviceStatus, ...]
     tasks: tuple[TaskStatus, ...]
+    #: In the order of the queue.
     waiting: tuple[WaitingStatus, ...]
     others: tuple[OtherProcess, ...]
     #: A sentence about hidden flows, and the option that shows them. `None`: some flows are shown, or none is hidden.
@@ -137,15 +139,16 @@ class Found:
     #: Returns the name and the user of a process.
     describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
 
+    def flow(self, entry: Entry) -> tuple[int | None, str]:
+        """Return the id of the flow's process, `None` if it is of another container, and its user."""
+        owner = self.owners.get(entry.owner, Owner())
+        return owner.pid if owner.namespace == self.namespace else None, owner.user
+
 
 def machine_status(found: Found) -> Status:
     """Return the status of a machine from its readings."""
-    there = {snapshot.device.key for snapshot in found.snapshots}
-    entries = {
-        request_id: entry
-        for request_id, entry in found.entries.items()
-        if there.intersection(_keys(entry))
-    }
+    keys = {snapshot.device.key for snapshot in found.snapshots}
+    entries = {i: each for i, each in found.entries.items() if keys.intersection(_keys(each))}
     held: dict[DeviceKey, Mapping[str, int]] = {}
     states: list[DeviceState] = []
     for snapshot in found.snapshots:
@@ -156,15 +159,13 @@ def machine_status(found: Found) -> Status:
         ]
         headroom_bytes = HEADROOM_BYTES[snapshot.device.kind]
         states.append(device_state(snapshot, reservations, held[key], headroom_bytes))
-    holding = {i: entry for i, entry in entries.items() if entry.reservations}
+    holding = sorted(
+        (request_id for request_id, entry in entries.items() if entry.reservations),
+        key=lambda request_id: found.placed_s.get(request_id, 0.0),
+    )
     return Status(
         devices=tuple(map(device_status, states)),
-        tasks=tuple(
-            _task(found, request_id, entry, held)
-            for request_id, entry in sorted(
-                holding.items(), key=lambda each: found.placed_s.get(each[0], 0.0)
-            )
-        ),
+        tasks=tuple(_task(found, request_id, held) for request_id in holding),
         waiting=_waiting(found, entries, states),
         others=tuple(
             OtherProcess(use.pid, s.device.index, use.used_bytes, *found.describe(use.pid))
@@ -199,6 +200,7 @@ def _keys(entry: Entry) -> tuple[DeviceKey, ...]:
 def _measure(
     snapshot: DeviceSnapshot, entries: Mapping[str, Entry], namespace: str
 ) -> dict[str, int]:
+    """Return the bytes of each request on a device."""
     key = snapshot.device.key
     roots, stand_ins = {}, {}
     for request_id, entry in entries.items():
@@ -211,41 +213,33 @@ def _measure(
     return measure(snapshot, roots, stand_ins)
 
 
-def _task(
-    found: Found, request_id: str, entry: Entry, held: Mapping[DeviceKey, Mapping[str, int]]
-) -> TaskStatus:
+def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, int]]) -> TaskStatus:
+    entry = found.entries[request_id]
     index_of = {snapshot.device.key: snapshot.device.index for snapshot in found.snapshots}
-
-    def held_by(reservation: Reservation) -> HeldBy:
-        key = reservation.device_key
-        used_bytes = held[key].get(request_id, 0)
-        return HeldBy(index_of[key], reservation.reserved_bytes, used_bytes)
-
     placed_s = found.placed_s.get(request_id)
-    owner = found.owners.get(entry.owner, Owner())
-    mark = ""
+    flow_pid, user = found.flow(entry)
+    mark = "whole device" if entry.request.memory is None else ""
     if any(reservation.probe for reservation in entry.reservations):
         mark = "first run"
-    elif entry.request.memory is None:
-        mark = "whole device"
+    state = "runs" if entry.running else "starts"
+    if entry.suspension and not entry.suspension.startswith(REFUSED):
+        state = entry.suspension
     return TaskStatus(
         task=entry.request.task_name,
         task_run=entry.request.task_run_name,
         task_run_id=entry.request.task_run_id,
-        state=_state(entry),
-        devices=tuple(held_by(r) for r in entry.reservations if r.device_key in index_of),
+        state=state,
+        devices=tuple(
+            HeldBy(index_of[key], each.reserved_bytes, held[key].get(request_id, 0))
+            for each in entry.reservations
+            if (key := each.device_key) in index_of
+        ),
         seconds=None if placed_s is None else found.now_s - placed_s,
         pid=entry.pid if entry.namespace == found.namespace else None,
-        flow_pid=owner.pid if owner.namespace == found.namespace else None,
-        user=owner.user,
+        flow_pid=flow_pid,
+        user=user,
         mark=mark,
     )
-
-
-def _state(entry: Entry) -> str:
-    if entry.suspension and not entry.suspension.startswith(REFUSED):
-        return entry.suspension
-    return "runs" if entry.running else "starts"
 
 
 def _waiting(
@@ -267,29 +261,25 @@ def _waiting(
         waits = sentence(explain(entry.request, queue, usable, host, now_s=found.now_s))
         return f"{entry.suspension}; {waits}" if entry.suspension else waits
 
-    return tuple(
-        WaitingStatus(
-            task=entry.request.task_name,
-            task_run=entry.request.task_run_name,
-            task_run_id=entry.request.task_run_id,
-            priority=entry.request.priority,
-            seconds=found.now_s - entry.request.submitted_s,
+    def status(entry: Entry) -> WaitingStatus:
+        request, (flow_pid, user) = entry.request, found.flow(entry)
+        return WaitingStatus(
+            task=request.task_name,
+            task_run=request.task_run_name,
+            task_run_id=request.task_run_id,
+            priority=request.priority,
+            seconds=found.now_s - request.submitted_s,
             reason=reason(entry),
-            flow_pid=owner.pid if owner.namespace == found.namespace else None,
-            user=owner.user,
+            flow_pid=flow_pid,
+            user=user,
         )
-        for entry in sorted(waiting, key=lambda entry: order_key(entry.request))
-        for owner in [found.owners.get(entry.owner, Owner())]
-    )
+
+    return tuple(map(status, sorted(waiting, key=lambda entry: order_key(entry.request))))
 
 
 @contextlib.contextmanager
 def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], Status]]:
-    """Open the devices and the ledger; yield a function that reads both.
-
-    Args:
-        spec: Requested devices.
-        folder: Folder of the ledger; `None`: the user's.
+    """Open devices and the ledger in a folder (`None`: the user's); yield a function that reads both.
 
     Raises:
         DeviceError: There are no such devices, or the ledger cannot be used.
@@ -307,8 +297,7 @@ def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], 
 def _read_status(store: HostStore, reader: DeviceReader, spec: DeviceSpec) -> Status:
     # Removes the entries of processes that are gone.
     store.changed()
-    rows = store.read(0)
-    entries = {row.request_id: row.entry for row in rows if row.entry is not None}
+    entries = {row.request_id: row.entry for row in store.read(0) if row.entry is not None}
     pids = [e.pid for e in entries.values() if e.pid and e.namespace == store.namespace]
     return machine_status(
         Found(
@@ -337,35 +326,38 @@ def _describe(pid: int) -> tuple[str, str]:
 
 def status_lines(status: Status) -> list[str]:
     """Return a status as lines for a terminal."""
-    lines = table_lines([DEVICE_HEADS, *(device_row(device) for device in status.devices)])
-    lines += ["", f"{len(status.tasks) or 'no'} {_plural(status.tasks, 'task')} on devices"]
+    lines = table_lines([DEVICE_HEADS, *map(device_row, status.devices)])
+    lines += ["", f"{_number(status.tasks, 'task')} on devices"]
     if status.tasks:
         heads: Row = ("task", "state", "device", "budget", "used", "for", "pid", "flow", "user")
         lines += table_lines([heads, *(row for task in status.tasks for row in _task_rows(task))])
-    lines += ["", f"{len(status.waiting) or 'no'} {_plural(status.waiting, 'task')} waiting"]
+    lines += ["", f"{_number(status.waiting, 'task')} waiting"]
     if status.waiting:
         heads = ("", "task", "for", "flow", "user", "what it waits for")
-        lines += table_lines(
-            [heads, *(_waiting_row(at, each) for at, each in enumerate(status.waiting, 1))]
-        )
+        lines += table_lines([heads, *map(_waiting_row, status.waiting, itertools.count(1))])
     if status.others:
-        lines += ["", f"{len(status.others)} other {_plural(status.others, 'process', 'es')}"]
+        lines += ["", _number(status.others, "other process", "other processes")]
         heads = ("pid", "name", "device", "used", "user")
-        lines += table_lines([heads, *map(_other_row, status.others)])
+        rows = [
+            (str(o.pid), o.name, str(o.index), _text(o.used_bytes, format_bytes), o.user)
+            for o in status.others
+        ]
+        lines += table_lines([heads, *rows])
     if status.hint is not None:
         lines += ["", status.hint]
     return lines
 
 
-def _plural(items: Sequence[Any], word: str, ending: str = "s") -> str:
-    return word if len(items) == 1 else word + ending
+def _number(items: Sequence[Any], *word: str) -> str:
+    return counted(len(items), *word) if items else f"no {word[0]}s"
 
 
 def _task_rows(task: TaskStatus) -> list[Row]:
     """Return a row for each device; common values are in the first row."""
     state = f"{task.state}, {task.mark}" if task.mark else task.state
     first: Row = (task.task_run or task.task, state)
-    last: Row = (_seconds(task.seconds), _pid(task.pid), _pid(task.flow_pid), task.user)
+    pids = (_text(task.pid), _text(task.flow_pid))
+    last: Row = (_text(task.seconds, format_seconds), *pids, task.user)
     rows: list[Row] = []
     for held in task.devices:
         sizes = (str(held.index), format_bytes(held.budget_bytes), format_bytes(held.used_bytes))
@@ -374,22 +366,13 @@ def _task_rows(task: TaskStatus) -> list[Row]:
     return rows
 
 
-def _waiting_row(at: int, waiting: WaitingStatus) -> Row:
+def _waiting_row(waiting: WaitingStatus, place: int) -> Row:
     reason = waiting.reason
     if waiting.priority:
         reason = f"priority {waiting.priority}: {reason}"
-    place = (str(at), waiting.task_run or waiting.task, _seconds(waiting.seconds))
-    return (*place, _pid(waiting.flow_pid), waiting.user, reason)
+    task = (str(place), waiting.task_run or waiting.task, format_seconds(waiting.seconds))
+    return (*task, _text(waiting.flow_pid), waiting.user, reason)
 
 
-def _other_row(other: OtherProcess) -> Row:
-    used = "?" if other.used_bytes is None else format_bytes(other.used_bytes)
-    return (str(other.pid), other.name, str(other.index), used, other.user)
-
-
-def _seconds(seconds: float | None) -> str:
-    return "?" if seconds is None else format_seconds(seconds)
-
-
-def _pid(pid: int | None) -> str:
-    return "?" if pid is None else str(pid)
+def _text(value: T | None, as_text: Callable[[T], str] = str) -> str:
+    return "?" if value is None else as_text(value)

@@ -1,7 +1,7 @@
 """`prefect-gpu suspend` and `resume`: a person moves a task's GPU memory to the host and back.
 
-The wish is written into the ledger of the machine; the task's flow carries it out and writes its progress there. The
-wish holds until `resume` or the task's end, also after the end of this command.
+The wish is written into the ledger of the machine, and holds until `resume` or the task's end. The task's flow carries it
+out and writes its progress there.
 """
 
 from __future__ import annotations
@@ -28,31 +28,25 @@ _pause = threading.Event()
 
 
 def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
-    """Return the tasks that a person means, by request id.
-
-    Args:
-        entries: Entries of all tasks that have devices or are suspended.
-        run: Id of a flow run or a task run, or its beginning; or the name of a task run.
-    """
+    """Return the entries of a run, named as for `suspend`, by request id."""
 
     def means(entry: Entry) -> bool:
         ids = entry.request.task_run_id, entry.request.flow_run_id
         known = len(run) >= SHORTEST_ID and any(each.startswith(run.lower()) for each in ids)
         return known or run == entry.request.task_run_name
 
-    return {i: e for i, e in entries.items() if means(e)}
+    return {request_id: entry for request_id, entry in entries.items() if means(entry)}
 
 
 def suspend(run: str, *, share: bool = False) -> int:
     """Move the GPU memory of a running task to the host, so that its device is free for a while.
 
-    It holds until `prefect-gpu resume`, or the task's end. What is freed stays reserved, so that other GPU tasks do not
-    get it, but for `--share`. The exit code is 1 if a task is not suspended; it then goes on as before, and the reason is
-    printed.
+    The suspension holds until `prefect-gpu resume`, or the task's end. The freed memory stays reserved, without `--share`.
+    The exit code is 1 if a task is not suspended: it continues, and the reason is printed.
 
     Args:
         run: Id of a flow run or a task run, or its first eight characters or more; or the name of a task run.
-        share: Other GPU tasks may have what is freed. The task then comes back after `resume` when there is room for it.
+        share: Other GPU tasks may use the freed memory. After `resume` the task continues when there is room for it.
 
     Examples:
         prefect-gpu suspend train-4f1
@@ -74,7 +68,6 @@ def resume(run: str) -> int:
 
 
 def _ask(run: str, away: bool, share: bool = False) -> int:
-    # Imported here because other commands need neither.
     from prefect_gpu.broker.host_ledger import HostStore
     from prefect_gpu.settings import read_settings
 
@@ -88,38 +81,28 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
         raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
     for request_id in found:
         ledger.hold_back(request_id, away, share)
-    failed = [
-        request_id
-        for request_id, entry in found.items()
-        if not _follow(ledger, request_id, entry.request.task_run_name, away)
-    ]
-    return 1 if failed else 0
+    done = [_follow(ledger, i, e.request.task_run_name, away) for i, e in found.items()]
+    return 0 if all(done) else 1
 
 
 def _follow(ledger: Ledger, request_id: str, name: str, away: bool) -> bool:
     """Print the progress of a task's suspension or resume until it is done; return whether it succeeded."""
     told, silent_s = None, 0.0
-    while True:
-        entry = ledger.running().get(request_id)
-        if entry is None:
-            print(f"{name}: has ended")
-            return not away
+    while (entry := ledger.running().get(request_id)) is not None:
         state = entry.suspension
-        if state != told and state:
+        if state and state != told:
             print(f"{name}: {state}", flush=True)
             told = state
-        if away and state.startswith(REFUSED):
-            return False
-        if away and state.startswith("away"):
-            return True
+        if away and state.startswith((REFUSED, "away")):
+            return state.startswith("away")
         if not away and not state:
             print(f"{name}: runs")
             return True
         if told is None and silent_s >= SILENT_S:
-            print(
-                f"{name}: its flow has not answered for {SILENT_S:g}s; the wish stays",
-                file=sys.stderr,
-            )
+            text = f"{name}: its flow has not answered for {SILENT_S:g}s; the wish stays"
+            print(text, file=sys.stderr)
             return False
         silent_s += LOOK_S
         _pause.wait(LOOK_S)
+    print(f"{name}: has ended")
+    return not away

@@ -15,7 +15,7 @@ from typing import Any
 
 from prefect_gpu.cli.simulation import ListedTask
 from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.policy import whole
+from prefect_gpu.policy import whole, word
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
 
@@ -37,10 +37,7 @@ def _seconds(text: str) -> float:
 
 
 def _yes(text: str) -> bool:
-    words = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
-    if text.lower() not in words:
-        raise ValueError(f"{text!r} is neither yes nor no")
-    return words[text.lower()]
+    return word("yes", "true", "1", "no", "false", "0")(text) in ("yes", "true", "1")
 
 
 _SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
@@ -69,9 +66,7 @@ class TaskListError(PrefectGPUError):
 def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     """Return the tasks of a list: JSON lines if the first line begins with `{`, else CSV.
 
-    Args:
-        lines: Lines of the file.
-        source: Name of the file in messages.
+    `source` is the name of the file in messages.
 
     Raises:
         TaskListError: The list cannot be read.
@@ -84,12 +79,7 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     places: dict[str, tuple[int, str, list[str]]] = {}
     for number, row in rows(text, source):
         where = f"{source}, line {number}"
-        values = {column: _value(column, value, where) for column, value in row}
-        given = {column: value for column, value in values.items() if value != ""}
-        if "duration" not in given:
-            raise TaskListError(
-                f"{where}, column 'duration': nothing is given; accepted: {_SECONDS}"
-            )
+        given = _values(row, where)
         name = given.get("name", f"task-{number}")
         if name in places:
             raise _error("name", name, where)
@@ -124,24 +114,29 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     return tasks
 
 
-def _value(column: str, value: Any, where: str) -> Any:
-    """Return the value of a cell; an empty text: there is none."""
-    if column == "after" and isinstance(value, list):
-        value = " ".join(map(str, value))
-    if isinstance(value, list):
-        raise _error(column, value, where, "a text or a number")
-    text = "" if value is None else str(value).strip()
-    try:
-        return COLUMNS[column][0](text) if text else ""
-    except (ValueError, OverflowError) as error:
-        raise _error(column, text, where) from error
+def _values(row: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
+    """Return the values of the cells that are not empty, by column."""
+    values = {}
+    for column, value in row:
+        if column == "after" and isinstance(value, list):
+            value = " ".join(map(str, value))
+        if isinstance(value, list):
+            raise _error(column, value, where, "a text or a number")
+        text = "" if value is None else str(value).strip()
+        try:
+            if text:
+                values[column] = COLUMNS[column][0](text)
+        except (ValueError, OverflowError) as error:
+            raise _error(column, text, where) from error
+    if "duration" not in values:
+        raise TaskListError(f"{where}, column 'duration': nothing is given; accepted: {_SECONDS}")
+    return values
 
 
 def _error(column: str, given: object, where: str, accepted: str = "") -> TaskListError:
     accepted = accepted or COLUMNS[column][1]
-    return TaskListError(
-        f"{where}, column {column!r}: {given!r} cannot be read; accepted: {accepted}"
-    )
+    problem = f"{given!r} cannot be read; accepted: {accepted}"
+    return TaskListError(f"{where}, column {column!r}: {problem}")
 
 
 def _csv_rows(lines: list[str], source: str) -> Iterator[Row]:
@@ -150,7 +145,7 @@ def _csv_rows(lines: list[str], source: str) -> Iterator[Row]:
     try:
         for row in reader:
             where = f"{source}, line {reader.line_num}"
-            if not any(cell.strip() for cell in row):
+            if not any(map(str.strip, row)):
                 continue
             if not heads:
                 heads = [cell.strip().lower() for cell in row]

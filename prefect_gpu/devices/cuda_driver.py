@@ -13,8 +13,7 @@ from collections.abc import Iterator
 #: The driver's library, by the name under which every program loads it.
 DRIVER_LIBRARY = "libcuda.so.1"
 
-#: The mode in which a thread's calls neither heed nor invalidate captures of other threads
-#: (`CU_STREAM_CAPTURE_MODE_RELAXED`).
+#: Calls of a thread in this mode neither heed nor invalidate captures of other threads: `CU_STREAM_CAPTURE_MODE_RELAXED`.
 _RELAXED = 2
 
 #: Result of the driver before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
@@ -39,13 +38,10 @@ def is_initialized() -> bool:
 
 @contextlib.contextmanager
 def unbound_by_captures() -> Iterator[bool]:
-    """Allow this thread to free device memory while another one captures a CUDA graph.
+    """Allow this thread to free device memory while another thread captures a CUDA graph; yield `False` if it may not.
 
     By default a call such as `cudaFree`, on any thread and any device, fails during a capture of mode "global", which is
     PyTorch's, and invalidates it. The mode belongs to the thread; its old one is restored at the end.
-
-    Yields:
-        Whether it may; `False`: there is no driver, or it does not know the mode.
     """
     driver, mode = loaded_driver(), ctypes.c_int(_RELAXED)
     exchange = getattr(driver, "cuThreadExchangeStreamCaptureMode", None)
@@ -59,13 +55,9 @@ def unbound_by_captures() -> Iterator[bool]:
 
 
 def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
-    """Return the id of a device's primary context, unique in the life of this process.
+    """Return the id of the primary context of a visible device, unique in the life of this process.
 
     The frameworks share that context. `cuCtxGetId` is part of CUDA 12 and later.
-
-    Args:
-        driver: The result of `loaded_driver`.
-        ordinal: Position of the device among the process's visible devices.
 
     Returns:
         The id; 0: there is no context now. `None`: the driver does not say.
@@ -88,12 +80,9 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
 
 
 class PrimaryContexts:
-    """Detects that a primary context was destroyed, whose memory frameworks still count.
+    """Detects that the primary context of one of `count` devices was destroyed, whose memory frameworks still count.
 
     `cudaDeviceReset`, and `close` and `Device.reset` of `numba.cuda` do that. For one thread at a time.
-
-    Args:
-        count: Number of devices that the process sees.
     """
 
     def __init__(self, count: int) -> None:

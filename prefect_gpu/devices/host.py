@@ -1,7 +1,7 @@
 """The host's memory as a device, its available bytes, kills for lack of memory, and the cores.
 
-Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups
-count; swap does not.
+Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups count; swap does not.
+Functions with a `root` look for `proc` and `sys` in this folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -21,12 +21,10 @@ from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
-#: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number. No
-#: real limit is near it.
+#: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number.
 _NO_LIMIT_BYTES = 2**60
 
-#: Kills, in `/proc/vmstat`, in `memory.events` of a control group of version 2, and in
-#: `memory.oom_control` of one of version 1 (Linux 4.13 and later).
+#: Kills in `/proc/vmstat`, and in `memory.events` (version 2) or `memory.oom_control` (version 1, Linux 4.13) of groups.
 _OOM_KILLS = re.compile(r"^oom_kill ([0-9]+)$", re.MULTILINE)
 
 
@@ -44,8 +42,7 @@ class HostMemory:
 class _GroupFiles:
     """The names of a control group's files, which differ between the versions of control groups."""
 
-    #: Limit of its processes together. Above `memory.high` the kernel slows them down
-    #: severely, so it counts as a limit.
+    #: Limit of its processes together. Above `memory.high` the kernel slows them down severely: it counts as a limit.
     limits: tuple[str, ...]
     #: Held now, page cache included.
     used: str
@@ -71,8 +68,7 @@ _FILES = {
 
 def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
     """Return the control groups whose limits hold for this process (its own and its ancestors), with their versions."""
-    # In the folders where systemd and container runtimes mount them. A container may see only its own part of the tree,
-    # without the folders of the ancestors.
+    # Mounted there by systemd and container runtimes. A container may see only its own part of the tree.
     mounts = root / "sys" / "fs" / "cgroup"
     groups: list[tuple[Path, int]] = []
     for line in _text(root / "proc" / "self" / "cgroup").splitlines():
@@ -89,11 +85,7 @@ def _find_groups(root: Path, controller: str) -> tuple[tuple[Path, int], ...]:
 
 
 def read_core_quota(root: Path = Path("/")) -> float:
-    """Return the number of cores that the control groups allow this process; infinite: no limit.
-
-    Args:
-        root: See `read_host_memory`.
-    """
+    """Return the number of cores that the control groups allow this process; infinite: no limit."""
     quotas = [math.inf]
     for folder, version in _find_groups(root, "cpu"):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -112,31 +104,23 @@ def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
     if not limits:
         return None
     used_bytes = _number(_text(folder / files.used)) or 0
-    match = re.search(
-        rf"^{files.reclaimable} ([0-9]+)$", _text(folder / "memory.stat"), re.MULTILINE
-    )
+    reclaimable = rf"(?m)^{files.reclaimable} ([0-9]+)$"
+    match = re.search(reclaimable, _text(folder / "memory.stat"))
     reclaimable_bytes = int(match[1]) if match else 0
     return HostMemory(min(limits), max(0, min(limits) - used_bytes + reclaimable_bytes))
 
 
 def _number(text: str) -> int | None:
-    text = text.strip()
-    if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:
-        return None
-    return int(text)
+    limited = text.strip().isdigit() and int(text) < _NO_LIMIT_BYTES
+    return int(text) if limited else None
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Read how much of the host's memory this process may use.
-
-    Args:
-        root: The folder with `proc` and `sys`, for the limits of control groups.
-    """
+    """Return the memory of the host that this process may use."""
     machine = psutil.virtual_memory()
     bounds = [HostMemory(machine.total, machine.available)]
     for folder, version in _find_groups(root, "memory"):
-        files = _FILES[version]
-        group = _read_group(folder, files)
+        group = _read_group(folder, _FILES[version])
         if group is not None:
             bounds.append(group)
     total_bytes = min(bound.total_bytes for bound in bounds)
@@ -158,10 +142,7 @@ def read_host_available_bytes() -> int:
 
 
 def mps_runs() -> bool:
-    """Return whether CUDA's Multi-Process Service seems to run for this user.
-
-    Its control daemon has a pipe in `CUDA_MPS_PIPE_DIRECTORY`, by default `/tmp/nvidia-mps`.
-    """
+    """Return whether the daemon of CUDA's Multi-Process Service seems to run for this user: it has a pipe."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return os.path.exists(os.path.join(folder, "control"))
 
@@ -169,12 +150,8 @@ def mps_runs() -> bool:
 def read_oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed for lack of memory, as a sum of counters.
 
-    A container may hide the host's counter, and a control group counts only its own kills, so both
-    are read, and one kill may count several times. Only a comparison with an earlier sum has a
-    meaning: it is higher if there was a kill. The counters do not say which processes were killed.
-
-    Args:
-        root: See `read_host_memory`.
+    A container may hide the host's counter, and a control group counts only its own kills, so both are read, and one
+    kill may count several times. A sum higher than an earlier one means a kill, of any process.
     """
     groups = _find_groups(root, "memory")
     counters = [folder / _FILES[version].kills for folder, version in groups]
@@ -203,14 +180,7 @@ def read_machine() -> str:
 
 
 class HostReader(DeviceReader):
-    """The host's memory as one device; a process counts with its resident set.
-
-    Args:
-        hostname: Name of the host; `None`: it is read.
-        memory: Reads the host's memory.
-        table: Reads its processes.
-        clock: Sets the time of the snapshots.
-    """
+    """The host's memory as one device; a process counts with its resident set."""
 
     kind: DeviceKind = "host"
 
@@ -225,24 +195,11 @@ class HostReader(DeviceReader):
         self._memory = memory
         self._table = table or ProcessTable(clock=self._clock)
         host = hostname if hostname is not None else socket.gethostname()
-        total_bytes = memory().total_bytes
-        self._device = Device(
-            host_uuid(host), 0, "host memory", total_bytes, self.kind, host, machine=read_machine()
-        )
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the one device; see `DeviceReader.devices`."""
-        return (self._device,)
+        device = Device(host_uuid(host), 0, "host memory", memory().total_bytes, self.kind, host)
+        self._devices = (replace(device, machine=read_machine()),)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read it once; see `DeviceReader.read`."""
-        at_s = self._clock.now()
-        available_bytes = self._memory().available_bytes
-        return (
-            DeviceSnapshot(
-                device=self._device,
-                at_s=at_s,
-                free_bytes=min(available_bytes, self._device.total_bytes),
-                processes=self._table.resident(roots),
-            ),
-        )
+        at_s, (device,) = self._clock.now(), self._devices
+        free_bytes = min(self._memory().available_bytes, device.total_bytes)
+        return (DeviceSnapshot(device, at_s, free_bytes, processes=self._table.resident(roots)),)

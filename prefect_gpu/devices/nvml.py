@@ -1,7 +1,7 @@
 """NVIDIA GPUs and MIG instances, read through NVML.
 
-The only module that imports `pynvml`. It creates no CUDA context and changes nothing. Which devices
-`CUDA_VISIBLE_DEVICES` allows is decided in `visible`.
+The only module that imports `pynvml`. It creates no CUDA context and changes nothing. `visible` applies
+`CUDA_VISIBLE_DEVICES`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ Handle = Any
 #: NVML writes "not available" as the largest unsigned number; no device has half as much.
 _NOT_AVAILABLE_BYTES = 2**63
 
-#: Seconds between attempts to restart NVML while every device fails. It takes tens of milliseconds, and
-#: a lost GPU rarely comes back at once.
+#: Seconds between restarts of NVML, of tens of milliseconds, while every device fails. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
+
+
+#: Errors of NVML itself, rather than of one device.
+_FATAL = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "LIB_RM_VERSION_MISMATCH")
 
 
 class NvmlMissingError(DeviceError):
@@ -51,15 +54,11 @@ class _Memory:
 class NvmlReader(DeviceReader):
     """Reads NVIDIA devices. Used by one thread at a time.
 
-    Args:
-        visible: Text of `CUDA_VISIBLE_DEVICES`; `None`: it is not set.
-        chosen: Which of these devices: indices or UUID prefixes, in this order; empty: all of them.
-        clock: Sets the time of the snapshots.
-        table: Finds the root of a process.
-        memory: Reads the host's memory, for GPUs without memory of their own.
+    `visible` is the text of `CUDA_VISIBLE_DEVICES` (`None`: not set); `chosen` has indices or UUID prefixes among these
+    devices, in the wanted order (empty: all of them).
 
     Raises:
-        DeviceError: There is no driver, or a device that was named is not there.
+        DeviceError: There is no driver, or a named device is missing.
     """
 
     kind: DeviceKind = "nvml"
@@ -89,16 +88,11 @@ class NvmlReader(DeviceReader):
         self._open()
         try:
             self._devices = self._select(tuple(self._enumerate()))
-        except pynvml.NVMLError as error:
+        except (pynvml.NVMLError, DeviceError) as error:
             self.close()
+            if isinstance(error, DeviceError):
+                raise
             raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
-        except DeviceError:
-            self.close()
-            raise
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices; see `DeviceReader.devices`."""
-        return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
@@ -106,7 +100,7 @@ class NvmlReader(DeviceReader):
             self.close()
         self._open()
         snapshots = tuple(self._read_device(device, roots) for device in self._devices)
-        if any(not snapshot.error for snapshot in snapshots) or not snapshots:
+        if not snapshots or not all(snapshot.error for snapshot in snapshots):
             self._reopen_due_s = None
         elif self._reopen_due_s is None:
             self._reopen_due_s = self._clock.now() + REOPEN_INTERVAL_S
@@ -169,10 +163,8 @@ class NvmlReader(DeviceReader):
         if not ours:
             why = "NVML knows no device"
             if found:
-                why = (
-                    f"CUDA_VISIBLE_DEVICES={self._visible!r} leaves none of {len(found)} devices: "
-                    f"{reason}"
-                )
+                limits = f"CUDA_VISIBLE_DEVICES={self._visible!r}"
+                why = f"{limits} leaves none of {len(found)} devices: {reason}"
             raise DeviceError(f"there is no NVIDIA device to use: {why}; or use devices='host'")
         there = ", ".join(f"{i}: {c.device.uuid} ({c.device.name})" for i, c in enumerate(ours))
         chosen: list[Candidate] = []
@@ -193,9 +185,9 @@ class NvmlReader(DeviceReader):
     def _read_device(self, device: Device, roots: Collection[int]) -> DeviceSnapshot:
         at_s = self._clock.now()
         try:
-            handle = self._handles.get(device.uuid) or self._handles.setdefault(
-                device.uuid, pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
-            )
+            if device.uuid not in self._handles:
+                self._handles[device.uuid] = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
+            handle = self._handles[device.uuid]
             memory = self._read_memory(handle)
             processes = self._read_processes(handle, roots, memory.unified)
             busy_fraction = _read_busy(handle)
@@ -221,9 +213,8 @@ class NvmlReader(DeviceReader):
                 info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=version)
                 break
             except pynvml.NVMLError as error:
-                if error.value not in _codes(
-                    "FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_SUPPORTED"
-                ):
+                names = ("FUNCTION_NOT_FOUND", "ARGUMENT_VERSION_MISMATCH", "NOT_SUPPORTED")
+                if error.value not in _codes(*names):
                     raise
         else:
             # GB10, Grace: the GPU uses the host's memory.
@@ -233,9 +224,8 @@ class NvmlReader(DeviceReader):
         # Version 1 counts the driver's part as used. Documents and tools disagree on `reserved`
         # (GPU.md). `free` counts as correct, and the driver's part is at most the rest.
         reserved_bytes = int(getattr(info, "reserved", 0))
-        return _Memory(
-            total_bytes, free_bytes, max(0, min(reserved_bytes, total_bytes - free_bytes))
-        )
+        reserved_bytes = max(0, min(reserved_bytes, total_bytes - free_bytes))
+        return _Memory(total_bytes, free_bytes, reserved_bytes)
 
     def _read_processes(
         self, handle: Handle, roots: Collection[int], unified: bool
@@ -250,16 +240,14 @@ class NvmlReader(DeviceReader):
                 used[process.pid] = max(known, default=None)
         resident: tuple[ProcessUse, ...] = ()
         if unified and self._attributed:
-            # Memory from the driver is pinned and in no resident set, so a process holds both (from
-            # documentation, not measured).
+            # Memory from the driver is pinned and in no resident set: a process has both (documented, not measured).
             resident = tuple(
                 replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
                 for use in self._table.resident(roots)
             )
+        seen_roots = roots if self._attributed else ()
         return resident + tuple(
-            ProcessUse(
-                pid, self._table.root_of(pid, roots) if self._attributed else None, used_bytes
-            )
+            ProcessUse(pid, self._table.root_of(pid, seen_roots), used_bytes)
             for pid, used_bytes in used.items()
         )
 
@@ -282,13 +270,8 @@ def _parts(gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
             if error.value not in _codes("NOT_FOUND", "INVALID_ARGUMENT"):
                 raise
             continue  # No instance at this position.
-        yield (
-            handle,
-            (
-                pynvml.nvmlDeviceGetGpuInstanceId(handle),
-                pynvml.nvmlDeviceGetComputeInstanceId(handle),
-            ),
-        )
+        gpu_instance = pynvml.nvmlDeviceGetGpuInstanceId(handle)
+        yield handle, (gpu_instance, pynvml.nvmlDeviceGetComputeInstanceId(handle))
 
 
 def _name_instance(handle: Handle, gpu_name: str) -> str:
@@ -331,13 +314,7 @@ def _running(handle: Handle, function: str) -> Sequence[Any]:
 
 
 def _is_fatal(error: Any) -> bool:
-    """Return whether NVML itself stopped, rather than one device."""
-    return error.value in _codes(
-        "UNINITIALIZED",
-        "DRIVER_NOT_LOADED",
-        "LIBRARY_NOT_FOUND",
-        "LIB_RM_VERSION_MISMATCH",
-    )
+    return error.value in _codes(*_FATAL)
 
 
 def _codes(*names: str) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The driver's readings for this process: its memory on its devices, and their free memory.
 
-For a child, at the end of a phase and when memory ran out. The parent's readings are made by
-`sampler`; `nvml` reads the driver, and `process_tree` finds the root of a process.
+For a child, at the end of a phase and when memory ran out. `sampler` makes the parent's readings.
 """
 
 from __future__ import annotations
@@ -25,15 +24,10 @@ class OwnUse:
 
 
 class OwnMemory:
-    """Reads the driver's figures for this process. It never raises.
+    """Reads the driver's figures for this process, device by device in its order. It never raises.
 
-    The first reading opens the driver, which takes tens of milliseconds; later ones take less than
-    one. After a failure every reading is unknown, so that a body does not wait for it repeatedly.
-    Several threads may use NVML at once.
-
-    Args:
-        device_uuids: The process's devices, in its order.
-        open_reader: Returns a reader of these devices.
+    The first reading opens the driver, which takes tens of milliseconds; a later one takes less than one. After a failure
+    every reading is unknown, so that a body does not wait again. Several threads may use NVML at once.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The processes of each child of this process, and their host memory.
 
-A *root* is the process of one GPU task; its dataloaders and helpers belong to it. This module reads one host's
-process table, and no devices.
+A *root* is the process of one GPU task; its dataloaders and helpers belong to it.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Callable, Collection
 import psutil
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.devices.shared_folder import read_namespace
 from prefect_gpu.scheduling.model import ProcessUse
 
-#: Least seconds between two scans of the whole process table. In between, the processes found last
-#: are read again, so a helper's memory shows up to this much late.
+#: Least seconds between two scans of the process table: a new helper's memory shows up to this much late.
 SCAN_INTERVAL_S = 1.0
 
 #: A scan may take one part in this number of the time: a shared node has thousands of processes.
@@ -37,10 +36,7 @@ class HostProcesses:
         return psutil.pids()
 
     def session_of(self, pid: int) -> int | None:
-        """Return the id of a process's session, which is the id of its leader; `None`: not found.
-
-        A system call of about 1 µs; other facts of a process take the reading of a file.
-        """
+        """Return the id of a process's session, by a call of 1 µs; `None`: not found. Other facts take a file."""
         try:
             # As an argument 0 would mean this process, as a result a session of another namespace.
             return (os.getsid(pid) if pid > 0 else None) or None
@@ -63,19 +59,11 @@ class HostProcesses:
 
     def in_initial_namespace(self) -> bool:
         """Return whether process ids here are the host's own, as a driver knows them."""
-        try:
-            return os.readlink("/proc/self/ns/pid") == INITIAL_PID_NAMESPACE
-        except OSError:
-            return False
+        return read_namespace() == INITIAL_PID_NAMESPACE
 
 
 class ProcessTable:
-    """Finds the processes of our children. Used by one thread at a time.
-
-    Args:
-        processes: Reads processes; `None`: the processes of this host.
-        clock: Determines when to scan again.
-    """
+    """Finds the processes of our children. Used by one thread at a time."""
 
     def __init__(self, processes: HostProcesses | None = None, clock: Clock | None = None) -> None:
         self.processes = processes or HostProcesses()
@@ -84,16 +72,12 @@ class ProcessTable:
         self._scan_due_s = float("-inf")
 
     def root_of(
-        self,
-        pid: int,
-        roots: Collection[int],
-        parent_of: Callable[[int], int | None] | None = None,
+        self, pid: int, roots: Collection[int], parent_of: Callable[[int], int | None] | None = None
     ) -> int | None:
         """Return the root of a process: itself, the leader of its session, or an ancestor.
 
-        A process leaves its parent's session only to lead its own, so all processes of a session
-        descend from its leader, and a root's descendants are found from session to session. On a host
-        with thousands of processes that reads a few hundred parents.
+        A process leaves its parent's session only to lead its own. So a session's processes descend from its leader, and
+        the search goes from session to session: a few hundred parents on a host with thousands of processes.
 
         Args:
             pid: Any process id, perhaps of another namespace.

@@ -1,7 +1,4 @@
-"""The base class of device readers, which return devices and snapshots.
-
-A reader chooses no devices and keeps no history. Implementations: `nvml`, `host`, `simulated`.
-"""
+"""The base class of device readers (`nvml`, `host`, `simulated`), which return devices and snapshots."""
 
 from __future__ import annotations
 
@@ -13,11 +10,7 @@ from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Nod
 
 
 class ProcessMemory:
-    """A reader's account of one process; empty for real devices.
-
-    Args:
-        kind: Kind of the devices.
-    """
+    """A reader's account of one process; empty for real devices."""
 
     #: Bytes of context on each device; `None`: measured elsewhere.
     context_bytes: int | None = None
@@ -43,11 +36,10 @@ class ProcessMemory:
         return None
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Carry out a request of the process to its devices.
+        """Carry out a request of the process to its devices. The child raises the error of a device.
 
         Raises:
             ProtocolError: The request is unknown.
-            Exception: The error of the device, which the child raises.
         """
         raise ProtocolError(f"{method} is for simulated devices; these are {self._kind}")
 
@@ -59,23 +51,21 @@ class DeviceReader:
     kind: DeviceKind
     #: Whether the devices belong to other machines.
     remote = False
+    _devices: tuple[Device, ...] = ()
 
     def devices(self) -> tuple[Device, ...]:
         """Return the devices, in the order of their `index`; on one machine the same every time.
 
-        On a cluster they are sorted by node, and change as nodes join and leave. A broker uses the devices of
-        the last `read`.
+        On a cluster they are sorted by node, and are those of the last `read`: nodes join and leave.
         """
-        raise NotImplementedError
+        return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Read every device once, in the order of `devices()`.
-
-        A device that cannot be read has a snapshot with `error` set; the others are still read.
+        """Return a snapshot of every device, in the order of `devices()`; one with `error` for a device that fails.
 
         Args:
-            roots: Process ids of our living children, each of which leads a session. A process
-                belongs to a root if it is in its session or descends from it.
+            roots: Process ids of our living children, each of which leads a session. A process belongs to a root if it
+                is in its session or descends from it.
 
         Raises:
             DeviceError: No device can be read.
@@ -89,12 +79,7 @@ class DeviceReader:
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
     ) -> ProcessMemory:
-        """Return the account of a new process on some of the devices. Any thread may call it.
-
-        Args:
-            device_uuids: Devices of the process.
-            budget_bytes: Budget on each device, if the process has a cap; `None`: no cap.
-        """
+        """Return the account of a new process on some devices. Any thread may call it. `budget_bytes`: `None`: no cap."""
         return ProcessMemory(self.kind)
 
     def close(self) -> None:

@@ -1,7 +1,6 @@
 """The one thread that reads the devices, for all runners that share them.
 
-It covers the times of readings, failed and hanging readings, and the mean utilisation over the last readings
-(`Utilisation`). It passes each reading to a function, and keeps no series.
+It covers the times of readings, failed and hanging readings, and the mean utilisation over the last readings.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reading
 
-#: Seconds of the mean. NVML's own figure covers 1/6 to 1 s, and a training that waits for data or saves
-#: a checkpoint is idle for about as long.
+#: Seconds of the mean. NVML's own figure covers 1/6 to 1 s; a training that loads or saves data is idle for as long.
 WINDOW_S = 3.0
 
 
@@ -32,10 +30,7 @@ class Utilisation:
         self._seen: dict[DeviceKey, deque[tuple[float, float]]] = {}
 
     def smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
-        """Return a snapshot with the mean over the last readings as its `busy_fraction`.
-
-        A reading without a figure begins a new mean of its device.
-        """
+        """Return a snapshot with the mean since the last missing figure as its `busy_fraction`."""
         now = snapshot.busy_fraction
         if now is None or snapshot.error:
             self._seen.pop(snapshot.device.key, None)
@@ -49,8 +44,7 @@ class Utilisation:
 
 logger = logging.getLogger(__name__)
 
-#: Longest pause in seconds after failed readings, each of which doubles the pause. A driver that answers
-#: again is noticed after this time.
+#: Longest pause in seconds between two readings. Each failed reading doubles the pause.
 MAX_BACK_OFF_S = 5.0
 
 
@@ -62,8 +56,8 @@ class Sampler:
 
     Args:
         reader: Used by the sampler's thread alone.
-        roots: Returns the process ids of the children that are alive.
-        publish: Is called with every reading, on the sampler's thread; must not block for long.
+        roots: Returns the process ids of the living children.
+        publish: Called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
         clock: Time.
         read_host_available: Returns `Reading.host_available_bytes`.
@@ -96,11 +90,7 @@ class Sampler:
         self._due_s = float("-inf")
 
     def set_active(self, active: bool) -> None:
-        """Start or stop reading at the interval. The first reading is at once if it is due.
-
-        Raises:
-            CapacityError: The thread could not be started.
-        """
+        """Start or stop reading at the interval; the first reading is at once if due. See `refresh` for errors."""
         with self._changed:
             if active != self._active:
                 self._wake()
@@ -109,8 +99,8 @@ class Sampler:
     def refresh(self) -> None:
         """Ask for a reading now, active or not.
 
-        A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a
-        reading lead to one reading; a call during a reading leads to another after it.
+        A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a reading
+        lead to one reading; a call during a reading leads to another.
 
         Raises:
             CapacityError: The thread could not be started.
@@ -157,25 +147,23 @@ class Sampler:
             return False
 
     def _pause_s(self) -> float:
-        if self._failures <= 1:
-            return self._interval_s
         # The exponent is bounded: 2.0 ** 1024 overflows after hours without a driver.
-        doubled_s = self._interval_s * 2.0 ** min(self._failures - 1, 16)
+        doubled_s = self._interval_s * 2.0 ** min(max(self._failures - 1, 0), 16)
         return max(self._interval_s, min(doubled_s, MAX_BACK_OFF_S))
 
     def read(self) -> Reading:
-        """Read the devices, on the caller's thread; what goes wrong is in the reading's `error`."""
+        """Return a reading of the devices, made on the caller's thread; a failure is in its `error`."""
         at_s = self._clock.now()
         host_available_bytes = 0
         try:
             if self._reader.kind != "host":
                 host_available_bytes = self._read_host_available()
             snapshots = self._reader.read(self._roots())
+            # Other machines have smoothed their own.
             if not self._reader.remote:
-                # Other machines have smoothed their own.
                 snapshots = tuple(map(self._utilisation.smooth, snapshots))
+            # The host's available memory is the free memory of that device.
             if self._reader.kind == "host":
-                # The host's available memory is the free memory of that device.
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
         except DeviceError as error:

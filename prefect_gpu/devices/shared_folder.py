@@ -1,10 +1,8 @@
 """A folder that all processes of a machine share, and files in it that a process holds for as long as it lives.
 
-The kernel ends a hold at any end of its process, also in another container or of another user.
-Nothing is left to clean up, and nothing depends on process ids.
-
-A process that was stopped (`SIGSTOP`, a debugger, a frozen container) still holds its files. Each process therefore
-sends heartbeats: it updates the modification time of its files. Other processes see which files are not updated.
+The kernel ends a hold at any end of its process, also in another container or of another user. A stopped process
+(`SIGSTOP`, a debugger, a frozen container) still holds its files. Therefore each process sends heartbeats: it updates the
+modification time of its files. Functions raise `OSError` if a file cannot be opened.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -25,37 +22,17 @@ import psutil
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
 #: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Without the prefix "fuse.".
-NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "smbfs",
-        "afs",
-        "9p",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "ceph-fuse",
-        "glusterfs",
-        "panfs",
-        "pvfs2",
-        "wekafs",
-        "juicefs",
-        "sshfs",
-        "s3fs",
-        "gcsfuse",
-        "rclone",
-    }
-)
+# fmt: off
+NETWORK_FILE_SYSTEMS = frozenset({
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "lustre", "gpfs", "beegfs", "ceph", "ceph-fuse",
+    "glusterfs", "panfs", "pvfs2", "wekafs", "juicefs", "sshfs", "s3fs", "gcsfuse", "rclone",
+})
+# fmt: on
 
 #: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
 
-#: Least number of looks that find the same time. After a pause of the whole machine every file has an old time
-#: at the first look.
+#: Least looks that find the same time: after a pause of the whole machine every file has an old time at first.
 SILENT_LOOKS = 3
 
 #: Seconds between two heartbeats of a process.
@@ -104,39 +81,20 @@ class Hold:
             return
         # Set explicitly: the kernel's own time stamps advance in steps of some milliseconds.
         self._time_ns = max(self._time_ns + 1, time.time_ns())
-        try:
-            os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
-        except PermissionError:
-            # The file belongs to another user. Only the current time may be set.
-            with contextlib.suppress(OSError):
+        # After a failure other processes take this one for stopped, which delays nothing here.
+        with contextlib.suppress(OSError):
+            try:
+                os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
+            except PermissionError:
+                # The file belongs to another user: only the current time may be set.
                 os.utime(self.descriptor)
-        except OSError:
-            # Other processes will take this one for stopped, which delays nothing here.
-            pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """Observed heartbeats of a file that another process holds."""
-
-    #: Modification time of the file, in nanoseconds.
-    time_ns: int
-    #: Monotonic seconds of the first look that found this time.
-    since_s: float
-    #: Number of looks that found this time.
-    looks: int = 1
 
 
 class SharedFolder:
     """A folder on a local disk. Safe to use from several threads.
 
-    Args:
-        path: Path of the folder; `None`: `default_folder()`, which is made for this user alone. A named folder must
-            be there; who may write to it is up to its permissions.
-        now: Returns monotonic seconds.
-
-    Raises:
-        OSError: The folder cannot be used.
+    Without a path it is `default_folder()`, which is made for this user alone. A named folder must exist, and its
+    permissions say who may write to it. `now` returns monotonic seconds.
     """
 
     def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -154,16 +112,14 @@ class SharedFolder:
         self._lock = threading.Lock()
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._beat_s = -BEAT_S
-        #: Observations by the name of a file.
-        self._seen: dict[str, _Seen] = {}
+        #: By the name of a file: its modification time in nanoseconds, the monotonic seconds of the first look that found
+        #: this time, and the number of these looks.
+        self._seen: dict[str, tuple[int, float, int]] = {}
 
     def make_file(self, name: str) -> None:
-        """Make a file of the folder unless it exists, without opening it.
+        """Make a plain file of the folder unless it exists, without opening it.
 
         A process that closes one of several descriptors of a file loses the locks that SQLite has on it.
-
-        Raises:
-            OSError: The file cannot be made, or is no plain file.
         """
         with contextlib.suppress(FileExistsError):
             self._make(name)
@@ -180,26 +136,17 @@ class SharedFolder:
             os.close(descriptor)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the folder, make it first if needed, and return its descriptor.
-
-        Raises:
-            OSError: The file cannot be opened, or is a link.
-        """
+        """Open a file of the folder, which is no link, make it first if needed, and return its descriptor."""
         while True:
             try:
                 return os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
-                # In a folder with the sticky bit the kernel may refuse `O_CREAT` for the file of another user
-                # (`fs.protected_regular`).
+                # With the sticky bit the kernel may refuse `O_CREAT` for another user's file (`fs.protected_regular`).
                 with contextlib.suppress(FileExistsError):
                     self._make(name)
 
     def hold(self, name: str) -> Hold | None:
-        """Hold a file of the folder; `None`: another process, or another part of this one, holds it.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Hold a file of the folder; `None`: another process, or another part of this one, holds it."""
         for _ in range(10):
             descriptor = self.open_file(name)
             if not _try_lock(descriptor):
@@ -224,22 +171,11 @@ class SharedFolder:
         return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
-        """Hold one of a number of files, as a semaphore of all processes of the machine.
-
-        Returns:
-            `None`: all files are held.
-
-        Raises:
-            OSError: The files cannot be opened.
-        """
+        """Hold one of `most` files, as a semaphore of all processes of the machine; `None`: all files are held."""
         return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
 
     def is_held(self, name: str) -> bool:
-        """Return whether a running process holds a file. A file that is not held is removed.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
+        """Return whether a running process holds a file. A file that is not held is removed."""
         if name != os.path.basename(name):
             # Another user may have written the name to have a file outside the folder removed.
             return False
@@ -272,10 +208,7 @@ class SharedFolder:
     def is_silent(self, name: str) -> bool:
         """Return whether the process that holds a file has sent no heartbeat for `SILENT_S` seconds.
 
-        Call it repeatedly. The time is measured between the calls, so clocks of other processes do not matter.
-
-        Args:
-            name: Of the file.
+        The time is measured between repeated calls, so clocks of other processes do not matter.
         """
         now_s = self._now()
         with self._lock:
@@ -284,20 +217,15 @@ class SharedFolder:
             except OSError:
                 self._seen.pop(name, None)
                 return False
-            seen = self._seen.get(name)
-            if seen is None or seen.time_ns != time_ns:
-                self._seen[name] = _Seen(time_ns, now_s)
-                return False
-            self._seen[name] = seen = replace(seen, looks=seen.looks + 1)
-            return seen.looks >= SILENT_LOOKS and now_s - seen.since_s > SILENT_S
+            seen_ns, since_s, looks = self._seen.get(name, (time_ns, now_s, 0))
+            if seen_ns != time_ns:
+                since_s, looks = now_s, 0
+            self._seen[name] = time_ns, since_s, looks + 1
+            return looks + 1 >= SILENT_LOOKS and now_s - since_s > SILENT_S
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Hold a lock that all processes of the machine share by its name.
-
-        Raises:
-            OSError: The lock cannot be had, or another process keeps it for more than `LOCKED_S` seconds.
-        """
+        """Hold a lock that all processes of the machine share by its name; raise `OSError` after `LOCKED_S` seconds."""
         descriptor = self.open_file(name)
         pause = threading.Event()
         until_s = time.monotonic() + LOCKED_S
@@ -354,11 +282,9 @@ def _refuse_network(folder: Path) -> None:
         # A loop of links, before Python 3.13.
         raise OSError(str(error)) from error
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    for parent in (resolved, *resolved.parents):
-        if parent in mounts:
-            if mounts[parent].removeprefix("fuse.") in NETWORK_FILE_SYSTEMS:
-                raise OSError(
-                    f"{folder} is on a network file system ({mounts[parent]}); name a folder on a local disk with "
-                    f"PREFECT_INTEGRATIONS_GPU_LEDGER"
-                )
-            return
+    system = next((mounts[at] for at in (resolved, *resolved.parents) if at in mounts), "")
+    if system.removeprefix("fuse.") in NETWORK_FILE_SYSTEMS:
+        raise OSError(
+            f"{folder} is on a network file system ({system}); name a folder on a local disk with "
+            f"PREFECT_INTEGRATIONS_GPU_LEDGER"
+        )

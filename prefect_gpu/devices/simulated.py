@@ -1,12 +1,13 @@
 """Simulated devices: numbers in this process, or shared by name, for tests and for trying out a schedule.
 
-It covers the arithmetic of a device's memory: contexts, allocations and caps. In a child, `prefect_gpu.testing`
-requests memory.
+In a child, `prefect_gpu.testing` requests memory. Each flow on devices with a name holds a file with the memory of its
+children; readers add up the files of all flows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -16,15 +17,16 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_machine
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
-from prefect_gpu.devices.simulated_use import FlowUse, SimulatedUse
 from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import format_bytes, parse_bytes
@@ -43,16 +45,9 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 
 
+@dataclass(eq=False, repr=False)
 class SimulatedOutOfMemoryError(RuntimeError):
-    """A simulated device, or a cap on it, has less memory than was requested.
-
-    Args:
-        requested_bytes: Requested size.
-        free_bytes: Free memory of the device.
-        total_bytes: Memory of the device.
-        cap_bytes: Cap of the process on the device; `None`: no cap.
-        live_bytes: Allocated memory of the process on the device.
-    """
+    """A simulated device, or a cap on it, has less memory than was requested."""
 
     #: Marks an out-of-memory without a framework, for the child.
     __prefect_gpu_out_of_memory__ = True
@@ -60,27 +55,24 @@ class SimulatedOutOfMemoryError(RuntimeError):
     #: UUID of the device; empty: not known. Set in the child.
     device_uuid = ""
 
-    def __init__(
-        self,
-        requested_bytes: int,
-        free_bytes: int,
-        total_bytes: int,
-        cap_bytes: int | None,
-        live_bytes: int,
-    ) -> None:
-        super().__init__(requested_bytes, free_bytes, total_bytes, cap_bytes, live_bytes)
-        self.requested_bytes = requested_bytes
-        self.free_bytes = free_bytes
-        self.total_bytes = total_bytes
-        self.cap_bytes = cap_bytes
-        self.live_bytes = live_bytes
+    requested_bytes: int
+    #: Free memory, and all memory, of the device.
+    free_bytes: int
+    total_bytes: int
+    #: Cap of the process on the device; `None`: no cap.
+    cap_bytes: int | None
+    #: Allocated memory of the process on the device.
+    live_bytes: int
+
+    def __post_init__(self) -> None:
+        # Pickle calls the class with `args` in the other process.
+        self.args = tuple(vars(self).values())
 
     @property
     def hit_cap(self) -> bool:
-        """Return whether the request exceeds the process's own cap."""
-        return self.cap_bytes is not None and self.live_bytes + self.requested_bytes > (
-            self.cap_bytes
-        )
+        """Whether the request exceeds the process's own cap."""
+        wanted_bytes = self.live_bytes + self.requested_bytes
+        return self.cap_bytes is not None and wanted_bytes > self.cap_bytes
 
     def __repr__(self) -> str:
         # The text, as errors of frameworks have it, not the numbers.
@@ -120,7 +112,6 @@ class SimulatedDevices:
     text: str = field(compare=False)
 
     def __init__(self, devices: str, context: str | None = None) -> None:
-        # The class is frozen, so that only this may set them.
         sizes, at, name = devices.partition("@")
         if at and not _NAME.fullmatch(name):
             raise DeviceError(
@@ -175,44 +166,103 @@ def _parse_context(text: str) -> int:
         raise DeviceError(f"context of simulated devices: {error}; accepted: 512MiB") from error
 
 
-class SimulatedReader(DeviceReader):
-    """Reads simulated devices. Any thread may use it.
+#: Bytes by UUID of a device and process id.
+Use = Mapping[str, Mapping[int, int]]
 
-    Args:
-        spec: The devices.
-        clock: Sets the time of the snapshots.
-        folder: Folder through which processes share the devices; `None`: not shared.
+
+@dataclass(frozen=True, slots=True)
+class FlowUse:
+    """Memory of the children of another flow."""
+
+    #: PID namespace of their process ids; see `shared_folder.read_namespace`.
+    namespace: str
+    use: Use
+
+
+class SimulatedUse:
+    """The files of one name. Safe to use from several threads, within `alone`. All flows describe the same `devices`.
 
     Raises:
-        DeviceError: Another process says something else of devices of that name.
+        DeviceError: Another flow describes the devices differently.
+        OSError: The folder cannot be used.
+    """
+
+    def __init__(self, folder: SharedFolder, name: str, devices: Sequence[object]) -> None:
+        self._folder = folder
+        self._lock = f"simulated {name}"
+        # A name has no space.
+        self._prefix = f"{self._lock} "
+        self._devices = list(devices)
+        self._written = ""
+        self._name = f"{self._prefix}{uuid4().hex}"
+        with self.alone():
+            for theirs, _ in self.others():
+                if theirs != self._devices:
+                    raise DeviceError(
+                        f"simulated devices @{name}: this flow says {self._devices} (bytes of each, and of a context) "
+                        f"and one that runs says {theirs}; accepted: the same in all flows, or another name"
+                    )
+            self._hold = folder.hold(self._name)
+            self.write({})
+        # No other flow would remove the file of the last one.
+        weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Wait until no other flow reads or writes."""
+        return self._folder.locked(self._lock)
+
+    def write(self, use: Use) -> None:
+        """Write the memory of the children of this flow."""
+        if self._hold is None or not self._hold.held:
+            # A fork of the flow has no children here.
+            return
+        said = {"devices": self._devices, "namespace": read_namespace(), "use": use}
+        text = json.dumps(said, sort_keys=True)
+        if text != self._written:
+            written = os.pwrite(self._hold.descriptor, text.encode(), 0)
+            os.ftruncate(self._hold.descriptor, written)
+            self._written = text
+
+    def others(self) -> Iterator[tuple[list[object], FlowUse]]:
+        """Yield each other flow's devices, and its children's memory on them; raise `OSError` for an unreadable file."""
+        for path in self._folder.path.glob(f"{self._prefix}*"):
+            if path.name == self._name or not self._folder.is_held(path.name):
+                continue
+            try:
+                said = json.loads(path.read_bytes())
+                use = {
+                    device: {int(pid): int(size) for pid, size in held.items()}
+                    for device, held in said["use"].items()
+                }
+                yield said["devices"], FlowUse(said["namespace"], use)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                why = f"({type(error).__name__}: {error}): another program has written to it"
+                raise OSError(f"{path} cannot be read {why}") from error
+
+
+class SimulatedReader(DeviceReader):
+    """Reads simulated devices. Any thread may use it. Processes share the devices through `folder`, if given.
+
+    Raises:
+        DeviceError: Another process describes devices of that name differently.
         OSError: The folder cannot be used.
     """
 
     kind: DeviceKind = "simulated"
 
     def __init__(
-        self,
-        spec: SimulatedDevices,
-        clock: Clock | None = None,
-        folder: SharedFolder | None = None,
+        self, spec: SimulatedDevices, clock: Clock | None = None, folder: SharedFolder | None = None
     ) -> None:
         self.spec = spec
         self._clock: Clock = clock or RealClock()
         host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
         #: Devices by UUID.
-        self.by_uuid = {
-            f"{prefix}{i}": Device(
-                f"{prefix}{i}",
-                i,
-                f"simulated {format_bytes(size)}",
-                size,
-                self.kind,
-                host,
-                machine=machine,
-            )
-            for i, size in enumerate(spec.sizes_bytes)
-        }
+        self.by_uuid: dict[str, Device] = {}
+        for i, size in enumerate(spec.sizes_bytes):
+            uuid, name = f"{prefix}{i}", f"simulated {format_bytes(size)}"
+            self.by_uuid[uuid] = Device(uuid, i, name, size, self.kind, host, machine=machine)
+        self._devices = tuple(self.by_uuid.values())
         #: Guards all below.
         self._lock = threading.Lock()
         #: Accounts of this flow's processes on the devices, by process id. Used within `account`.
@@ -231,33 +281,27 @@ class SimulatedReader(DeviceReader):
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Read or change the memory of processes, exclusively.
-
-        If the shared folder cannot be used any more, the devices belong to this flow alone, with one warning.
-        """
+        """Read or change the memory of processes, exclusively. If the shared folder fails, the flow continues alone."""
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
                 try:
                     alone.enter_context(self._shared.alone())
-                    self._elsewhere = self._shared.others()
+                    self._elsewhere = [use for _, use in self._shared.others()]
                 except OSError as error:
                     self._share_nothing(error)
             yield
             if self._shared is None:
                 return
             try:
-                self._shared.write(
-                    {
-                        uuid: {
-                            p: size
-                            for p, m in self.attached.items()
-                            if (size := m.held_bytes(uuid))
-                        }
-                        for uuid in self.by_uuid
-                    }
-                )
+                self._shared.write({uuid: dict(self._own(uuid)) for uuid in self.by_uuid})
             except OSError as error:
                 self._share_nothing(error)
+
+    def _own(self, device_uuid: str) -> Iterator[tuple[int, int]]:
+        """Yield each process of this flow on a device, with its bytes."""
+        for pid, memory in self.attached.items():
+            if held_bytes := memory.held_bytes(device_uuid):
+                yield pid, held_bytes
 
     def _share(self, folder: SharedFolder) -> None:
         sizes = [*self.spec.sizes_bytes, self.spec.context_bytes]
@@ -266,16 +310,13 @@ class SimulatedReader(DeviceReader):
             self._folders[self.spec] = folder.path
 
     def folder_for(self, spec: SimulatedDevices) -> Path:
-        """Return the folder through which processes of tasks share devices without a name.
-
-        The reader's own devices are shared from the first call on.
-        """
+        """Return the folder through which processes of tasks share devices without a name, from the first call on."""
         with self._sharing:
             folder = self._folders.get(spec)
             if folder is not None:
                 return folder
             folder = self._folders[spec] = Path(tempfile.mkdtemp(prefix="prefect-gpu-"))
-            weakref.finalize(self, _remove_folder, folder, os.getpid())
+            weakref.finalize(self, _remove, folder, os.getpid())
             if spec == self.spec:
                 with self._lock:
                     self._share(SharedFolder(folder))
@@ -287,15 +328,8 @@ class SimulatedReader(DeviceReader):
 
     def _share_nothing(self, error: OSError) -> None:
         self._shared, self._elsewhere = None, ()
-        logger.warning(
-            "what other flows hold of simulated devices @%s is not seen from now on: %s",
-            self.spec.name,
-            error,
-        )
-
-    def devices(self) -> tuple[Device, ...]:
-        """Return the devices; see `DeviceReader.devices`."""
-        return tuple(self.by_uuid.values())
+        text = "memory of other flows on simulated devices @%s is not seen from now on: %s"
+        logger.warning(text, self.spec.name, error)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Read every device once; see `DeviceReader.read`."""
@@ -306,8 +340,8 @@ class SimulatedReader(DeviceReader):
                     device=device,
                     at_s=at_s,
                     free_bytes=self.free_bytes(uuid),
+                    # A process that is no root any more may still have memory.
                     processes=tuple(
-                        # A process that is no root any more may still hold memory.
                         ProcessUse(pid, pid if pid in roots else None, held_bytes)
                         for pid, held_bytes in self._processes(uuid)
                     ),
@@ -323,28 +357,20 @@ class SimulatedReader(DeviceReader):
 
     def free_bytes(self, device_uuid: str) -> int:
         """Return the free memory of a device. Called within `account`."""
-        held_bytes = sum(memory.held_bytes(device_uuid) for memory in self.attached.values())
+        held_bytes = sum(held_bytes for _, held_bytes in self._own(device_uuid))
         held_bytes += sum(sum(each.use.get(device_uuid, {}).values()) for each in self._elsewhere)
         return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
 
     def _processes(self, device_uuid: str) -> Iterator[tuple[int, int]]:
         """Yield each process of this PID namespace on a device, with its bytes."""
-        for pid, memory in self.attached.items():
-            if held_bytes := memory.held_bytes(device_uuid):
-                yield pid, held_bytes
+        yield from self._own(device_uuid)
         for each in self._elsewhere:
             if each.namespace == read_namespace():
                 yield from each.use.get(device_uuid, {}).items()
 
 
 class SimulatedMemory(ProcessMemory):
-    """The account of one process on simulated devices. Its context counts while it is attached.
-
-    Args:
-        reader: The devices.
-        device_uuids: UUIDs of the process's devices.
-        budget_bytes: Budget on each device, context included; `None`: no cap.
-    """
+    """The account of one process on simulated devices. Its context counts while it is attached, and in its budgets."""
 
     def __init__(
         self,
@@ -400,9 +426,8 @@ class SimulatedMemory(ProcessMemory):
 
     def held_bytes(self, device_uuid: str) -> int:
         """Return the process's bytes on a device, context included."""
-        if device_uuid not in self._live:
-            return 0
-        return self._reader.spec.context_bytes + self._live[device_uuid]
+        live_bytes = self._live.get(device_uuid)
+        return 0 if live_bytes is None else self._reader.spec.context_bytes + live_bytes
 
     def _allocate(self, device_uuid: str, size_bytes: int) -> None:
         """Allocate memory, or raise the error that the child raises."""
@@ -429,7 +454,9 @@ class SimulatedMemory(ProcessMemory):
             self._live[device_uuid] -= size_bytes
 
 
-def _remove_folder(folder: Path, pid: int) -> None:
-    """Remove the folder of devices without a name at the end of the process that made it. A fork leaves it."""
+def _remove(path: Path, pid: int) -> None:
+    """Remove a folder or a file at the end of the process that made it. A fork leaves it."""
     if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -1,8 +1,4 @@
-"""The value of `devices=`, and the reader that it selects.
-
-Parsing is pure; only `open_reader` uses a driver. A specification is the key of its reader, so equal
-specifications share one reader.
-"""
+"""The value of `devices=`, and the reader that it selects. Equal specifications share one reader."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ class DeviceSpec:
 
 
 def parse_spec(value: object) -> DeviceSpec:
-    """Parse the value of `devices=`.
-
-    Args:
-        value: One of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`. A text has commas between
-            indices and UUID prefixes.
+    """Return the specification of a value: one of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`.
 
     Raises:
         DeviceError: The value is none of these.
@@ -102,21 +94,21 @@ def open_reader(
     clock: Clock | None = None,
     shared: Path | None = None,
 ) -> DeviceReader:
-    """Open the reader of a specification.
+    """Return the reader of a specification.
 
-    Args:
-        spec: Specification of the devices.
-        environ: Environment of this process; `CUDA_VISIBLE_DEVICES` limits its NVIDIA devices.
-        clock: Sets the time of the snapshots.
-        shared: Folder in which processes share simulated devices with a name; `None`: the default folder.
+    `CUDA_VISIBLE_DEVICES` in `environ` limits the NVIDIA devices. In the folder `shared` (`None`: the default one)
+    processes share simulated devices with a name.
 
     Raises:
-        DeviceError: NVIDIA devices were asked for and there is no driver, or not those devices; or simulated
-            ones cannot be shared.
+        DeviceError: The NVIDIA driver or devices are missing, or simulated devices cannot be shared.
     """
-    if spec.kind == "simulated":
-        assert spec.simulated is not None, "parse_spec sets it"
-        return _open_simulated(spec.simulated, clock, shared)
+    if spec.simulated is not None:
+        try:
+            folder = SharedFolder(shared) if spec.simulated.name else None
+            return SimulatedReader(spec.simulated, clock, folder)
+        except OSError as error:
+            problem = f"{spec.simulated!r} cannot be shared by processes: {error}"
+            raise DeviceError(problem) from error
     if spec.kind == "host":
         return HostReader(clock=clock)
     from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
@@ -130,14 +122,3 @@ def open_reader(
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return HostReader(clock=clock)
-
-
-def _open_simulated(
-    simulated: SimulatedDevices, clock: Clock | None, shared: Path | None
-) -> DeviceReader:
-    if not simulated.name:
-        return SimulatedReader(simulated, clock)
-    try:
-        return SimulatedReader(simulated, clock, SharedFolder(shared))
-    except OSError as error:
-        raise DeviceError(f"{simulated!r} cannot be shared by processes: {error}") from error

@@ -1,7 +1,4 @@
-"""The devices that the parent's `CUDA_VISIBLE_DEVICES` allows.
-
-Pure: it matches a text with a list of devices, by CUDA's own rules. `spec` reads the environment.
-"""
+"""The devices that the parent's `CUDA_VISIBLE_DEVICES` allows, by CUDA's own rules. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ _LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECAS
 class Candidate:
     """A device that CUDA could use: a whole GPU, or a MIG instance."""
 
-    #: The device; its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, the position on
-    #: the PCI bus.
+    #: Its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, the position on the PCI bus.
     device: Device
     #: UUID of the whole GPU.
     gpu_uuid: str
@@ -31,19 +27,14 @@ class Candidate:
 def parse_visible(
     value: str | None, candidates: Sequence[Candidate]
 ) -> tuple[tuple[Candidate, ...], str]:
-    """Parse `CUDA_VISIBLE_DEVICES`.
+    """Return the devices that the text of `CUDA_VISIBLE_DEVICES` names, in its order, among those in PCI bus order.
 
     CUDA ends the list at the first entry that names no device (users write `-1`, `none` or `NoDevFiles`), and
     sees no device at all if a device is named twice. The index or UUID of a GPU in MIG mode makes all of its
     instances visible: CUDA uses one of them per process, but each can be used.
 
-    Args:
-        value: The variable's text; `None`: it is not set.
-        candidates: Devices of the host, in PCI bus order.
-
     Returns:
-        The devices named, in the order of the text; all of them if it is not set. Then why the list is
-        shorter than the text or the machine; empty: it is not.
+        The devices; all if `value` is `None`. Then why some are missing; empty: none is missing.
     """
     if value is None:
         return tuple(candidates), ""
@@ -64,10 +55,9 @@ def parse_visible(
 
 
 def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the devices of one entry: an index, a UUID, or a prefix of the UUID of a GPU or instance.
+    """Return the devices of one entry: an index, a UUID, or a unique prefix of the UUID of a GPU or instance.
 
-    Returns:
-        Empty if the entry is unknown or ambiguous; several devices only for a GPU in MIG mode.
+    Several devices only for a GPU in MIG mode.
     """
     if _INDEX.fullmatch(entry):
         return tuple(c for c in candidates if c.device.nvml_index == int(entry))

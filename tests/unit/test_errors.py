@@ -15,45 +15,24 @@ def _subclasses(base: type[Exception]) -> set[type[Exception]]:
 
 ERRORS: list[tuple[Exception, list[str]]] = [
     (errors.PrefectGPUError("anything"), ["anything"]),
-    (
-        errors.PolicyError("gpu:memory=8", "no unit", "6GiB"),
-        ["gpu:memory=8: no unit; accepted: 6GiB"],
-    ),
-    (
-        errors.ResultError("return value", "result['model'].lock", "_thread.lock", "no way"),
-        ["return value", "result['model'].lock is a _thread.lock", "no way", "return the path"],
-    ),
-    (
-        errors.ResultError("argument", "x", errors.NO_ROOM, "2GiB: no"),
-        ["the argument of a GPU task finds no memory", "(2GiB: no)", "path of a file"],
-    ),
+    (errors.PolicyError("gpu:memory=8", "no unit", "6GiB"), ["gpu:memory=8: no unit; accepted: 6GiB"]),
+    (errors.ResultError("return value", "result['model'].lock", "_thread.lock", "no way"), ["return value", "result['model'].lock is a _thread.lock", "no way", "return the path"]),
+    (errors.ResultError("argument", "x", errors.NO_ROOM, "2GiB: no"), ["the argument of a GPU task finds no memory", "(2GiB: no)", "path of a file"]),
     (errors.SettingError("standby=-1: too few"), ["standby=-1: too few"]),
     (errors.CapacityError("too small"), ["too small"]),
     (errors.PlacementError("80GiB is too much"), ["80GiB is too much"]),
-    (
-        errors.PlacementError("too much", ("GPU-1: 24GiB", "GPU-2: 8GiB")),
-        ["too much [GPU-1: 24GiB; GPU-2: 8GiB]"],
-    ),
+    (errors.PlacementError("too much", ("GPU-1: 24GiB", "GPU-2: 8GiB")), ["too much [GPU-1: 24GiB; GPU-2: 8GiB]"]),
     (errors.PlacementTimeoutError("none in 10m", ("GPU-1: full",)), ["none in 10m [GPU-1: full]"]),
     (errors.DeviceError("no driver answers"), ["no driver answers"]),
     (errors.FrameworkError("torch", "finds no device"), ["torch: finds no device"]),
-    (
-        errors.ChildDiedError("train", 7, "killed by SIGKILL"),
-        ["GPU task 'train' (pid 7)", "killed by SIGKILL"],
-    ),
-    (
-        errors.ChildDiedError("train", 7, "killed by SIGKILL", "perhaps the OOM killer", "Killed"),
-        ["GPU task 'train' (pid 7) killed by SIGKILL; perhaps the OOM killer"],
-    ),
+    (errors.ChildDiedError("train", 7, "killed by SIGKILL"), ["GPU task 'train' (pid 7)", "killed by SIGKILL"]),
+    (errors.ChildDiedError("train", 7, "killed by SIGKILL", "perhaps the OOM killer", "Killed"), ["GPU task 'train' (pid 7) killed by SIGKILL; perhaps the OOM killer"]),
     (errors.ChildTimeoutError("train", 1.5), ["'train'", "timeout_seconds=1.5"]),
-    (
-        errors.BudgetExceededError("train", 2 << 30, 3 << 30),
-        ["'train'", "held 3GiB", "budget of 2GiB"],
-    ),
+    (errors.BudgetExceededError("train", 2 << 30, 3 << 30), ["'train'", "held 3GiB", "budget of 2GiB"]),
     (errors.NodeRefusedError("n1", "1GiB free"), ["node n1", "refused the task: 1GiB free"]),
     (errors.ProtocolError("odd frame"), ["odd frame"]),
     (errors.ReportError("no flow run"), ["no flow run"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -72,9 +51,7 @@ def test_an_error_crosses_a_pipe_unchanged(error: Exception, parts: list[str]) -
 @pytest.mark.parametrize(
     "error", [each for each, _ in ERRORS], ids=lambda each: type(each).__name__
 )
-def test_the_repr_of_an_error_is_short_but_for_what_prefect_makes_a_state_of(
-    error: Exception,
-) -> None:
+def test_the_repr_of_an_error_is_short(error: Exception) -> None:
     shown = repr(error)
     assert shown.startswith(type(error).__name__)
     if isinstance(error, errors.ChildTimeoutError):

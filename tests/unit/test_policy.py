@@ -20,8 +20,6 @@ from prefect_gpu.policy import (
 )
 from prefect_gpu.units import GIB, KIB
 
-# -- what tags mean ----------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("tag", "is_ours"),
@@ -30,14 +28,12 @@ from prefect_gpu.units import GIB, KIB
         pytest.param(" GPU ", True, id="case and outer spaces do not matter"),
         pytest.param("gpu:memory=1GiB", True, id="a key is ours"),
         pytest.param("gpu:nonsense", True, id="an unknown key is ours, to be refused"),
-        pytest.param(
-            "gpu :memory=1GiB", True, id="a space before the colon is ours, to be refused"
-        ),
+        pytest.param("gpu :memory=1GiB", True, id="a space before the colon is ours, to be refused"),
         pytest.param("gpu-heavy", False, id="another word with gpu in front is not"),
         pytest.param("team:gpu", False, id="gpu after something else is not"),
         pytest.param("", False, id="an empty tag is not"),
     ],
-)
+)  # fmt: skip
 def test_which_tags_are_gpu_tags(tag: str, is_ours: bool) -> None:
     assert is_gpu_tag(tag) is is_ours
 
@@ -57,26 +53,10 @@ def test_without_a_gpu_tag_there_is_no_policy() -> None:
     ("tags", "policy"),
     [
         pytest.param(["gpu"], GPUPolicy(), id="the bare tag asks for the defaults"),
-        pytest.param(
-            ["gpu:memory=6GiB"],
-            GPUPolicy(memory=6 * GIB, allocation="limit"),
-            id="a budget implies gpu and caps the framework",
-        ),
-        pytest.param(
-            ["gpu:memory=40%"],
-            GPUPolicy(memory=0.4, allocation="limit"),
-            id="a percentage is a fraction of each device",
-        ),
-        pytest.param(
-            ["gpu:memory=6GiB", "gpu:allocation=growth"],
-            GPUPolicy(memory=6 * GIB),
-            id="growth with a budget is a reservation only",
-        ),
-        pytest.param(
-            ["gpu:memory=6GiB", "gpu:caching=off"],
-            GPUPolicy(memory=6 * GIB, caching=False),
-            id="a budget without caching grows",
-        ),
+        pytest.param(["gpu:memory=6GiB"], GPUPolicy(memory=6 * GIB, allocation="limit"), id="a budget implies gpu and caps the framework"),
+        pytest.param(["gpu:memory=40%"], GPUPolicy(memory=0.4, allocation="limit"), id="a percentage is a fraction of each device"),
+        pytest.param(["gpu:memory=6GiB", "gpu:allocation=growth"], GPUPolicy(memory=6 * GIB), id="growth with a budget is a reservation only"),
+        pytest.param(["gpu:memory=6GiB", "gpu:caching=off"], GPUPolicy(memory=6 * GIB, caching=False), id="a budget without caching grows"),
         pytest.param(
             ["gpu:count=2", "gpu:device=02, GPU-1a"],
             GPUPolicy(count=2, devices=("2", "GPU-1a")),
@@ -144,7 +124,7 @@ def test_without_a_gpu_tag_there_is_no_policy() -> None:
         ),
         pytest.param(["nightly", "gpu"], GPUPolicy(), id="other tags are passed over"),
     ],
-)
+)  # fmt: skip
 def test_tags_are_read_as_a_policy(tags: list[str], policy: GPUPolicy) -> None:
     assert parse_tags(tags) == policy
 
@@ -173,9 +153,6 @@ def test_a_tag_of_the_context_alone_makes_a_gpu_task() -> None:
 
 def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -> None:
     assert parse_tags(gpu(allocation="growth"), ["gpu:memory=1GiB"]) == GPUPolicy(memory=GIB)
-
-
-# -- bad input ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,31 +250,40 @@ def test_any_text_is_read_or_refused_as_policy(text: str, start: str) -> None:
             assert tag.strip() in str(error)
 
 
+# fmt: off
 _WHOLE = [
-    "gpu",
-    "gpu:memory=6GiB",
-    "gpu:memory=40%",
-    "gpu:count=2",
-    "gpu:device=0,GPU-1a",
-    "gpu:device=gpu-2:0",
-    "gpu:node=gpu-1,gpu-2",
-    "gpu:framework=torch:70%",
-    "gpu:framework=jax",
-    "gpu:framework=none",
-    "gpu:allocation=limit",
-    "gpu:alloc.max_split_size_mb=128",
-    "gpu:alloc.roundup_power2_divisions=[256:1,512:2,>:4]",
-    "gpu:caching=off",
-    "gpu:exclusive",
-    "gpu:oom=fail",
-    "gpu:priority=-5",
-    "gpu:wait=1h 30m",
-    "gpu:cpus=4",
-    "gpu:learn_by=batch_size",
-    "other",
+    "gpu", "gpu:memory=6GiB", "gpu:memory=40%", "gpu:count=2", "gpu:device=0,GPU-1a", "gpu:device=gpu-2:0",
+    "gpu:node=gpu-1,gpu-2", "gpu:framework=torch:70%", "gpu:framework=jax", "gpu:framework=none",
+    "gpu:allocation=limit", "gpu:alloc.max_split_size_mb=128",
+    "gpu:alloc.roundup_power2_divisions=[256:1,512:2,>:4]", "gpu:caching=off", "gpu:exclusive", "gpu:oom=fail",
+    "gpu:priority=-5", "gpu:wait=1h 30m", "gpu:cpus=4", "gpu:learn_by=batch_size", "other",
 ]
+# fmt: on
 #: What no person writes, and a program may.
-_ODD = st.sampled_from(["\0", "\ud800", "\udfff", "\u202e", "٣", "９", "²", "𝟙", "e9", "_", "-", "=", ":", ".", ",", "%", "[", "nan", "inf", "\n"])  # fmt: skip
+_ODD = st.sampled_from(
+    [
+        "\0",
+        "\ud800",
+        "\udfff",
+        "\u202e",
+        "٣",
+        "９",
+        "²",
+        "𝟙",
+        "e9",
+        "_",
+        "-",
+        "=",
+        ":",
+        ".",
+        ",",
+        "%",
+        "[",
+        "nan",
+        "inf",
+        "\n",
+    ]
+)  # fmt: skip
 
 
 @st.composite
@@ -310,9 +296,7 @@ def _damaged(draw: st.DrawFn) -> str:
 
 
 @given(st.lists(_damaged(), max_size=6), st.lists(_damaged(), max_size=3))
-def test_any_mix_of_whole_and_damaged_tags_is_read_or_refused(
-    own: list[str], around: list[str]
-) -> None:
+def test_any_mix_of_damaged_tags_is_read_or_refused(own: list[str], around: list[str]) -> None:
     try:
         policy = parse_tags(own, around)
     except PolicyError as error:
@@ -330,8 +314,6 @@ def test_a_tag_of_any_length_is_read_or_refused(text: str) -> None:
         except PolicyError as error:
             assert start in str(error)
 
-
-# -- gpu(...) ----------------------------------------------------------------------------------
 
 _options = st.fixed_dictionaries(
     {},
@@ -356,11 +338,8 @@ def _shares(draw: st.DrawFn) -> tuple[FrameworkShare, ...]:
 
 @st.composite
 def _policies(draw: st.DrawFn) -> GPUPolicy:
-    devices = draw(
-        st.lists(
-            st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"]), unique=True
-        )
-    )
+    names = st.sampled_from(["0", "1", "17", "gpu-2:0", "GPU-1a2b", "MIG-3c", "SIM-0"])
+    devices = draw(st.lists(names, unique=True))
     caching = draw(st.booleans())
     return GPUPolicy(
         memory=draw(
@@ -419,9 +398,8 @@ def test_the_tags_of_gpu_are_read_as_its_arguments_ask(policy: GPUPolicy) -> Non
 def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random) -> None:
     def vary(tag: str) -> str:
         key, equals, text = tag.partition("=")
-        if not key.endswith(
-            ("device", "learn_by", "node")
-        ):  # prefixes and parameters are as written
+        # Prefixes and parameters are as written.
+        if not key.endswith(("device", "learn_by", "node")):
             text = "".join(choices.choice((each.upper(), each.lower())) for each in text)
         return f" {choices.choice((key.upper(), key.title()))} {equals} {text}  "
 
@@ -432,11 +410,7 @@ def test_case_and_spaces_do_not_matter(policy: GPUPolicy, choices: random.Random
     ("tags", "written"),
     [
         pytest.param(gpu(), ["gpu"], id="nothing asked"),
-        pytest.param(
-            gpu(memory="6 gib", framework="torch"),
-            ["gpu", "gpu:memory=6 gib", "gpu:framework=torch"],
-            id="values as they are given",
-        ),
+        pytest.param(gpu(memory="6 gib", framework="torch"), ["gpu", "gpu:memory=6 gib", "gpu:framework=torch"], id="values as they are given"),
         pytest.param(
             gpu(device=[0, "GPU-1a"], count=2, framework=["jax", "torch:70%"]),
             ["gpu", "gpu:count=2", "gpu:device=0,GPU-1a", "gpu:framework=jax", "gpu:framework=torch:70%"],

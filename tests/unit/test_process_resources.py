@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ from prefect_gpu.process_resources import (
     run_uninterrupted,
     start_thread,
 )
+
+Patch = pytest.MonkeyPatch
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
 class Held:
@@ -64,55 +69,9 @@ def test_one_is_made_from_another() -> None:
     assert outer is not inner
 
 
-def test_one_that_takes_long_to_make_holds_up_no_other() -> None:
-    resources = ProcessResources()
-    making, made, got = threading.Event(), threading.Event(), threading.Event()
-
-    def make() -> int:
-        making.set()
-        assert made.wait(30)
-        return 1
-
-    slow = start_thread(lambda: resources.get("slow", make), "a test's")
-    assert making.wait(30)
-    quick = start_thread(lambda: resources.get("quick", Held) and got.set(), "another")
-    try:
-        assert got.wait(30)
-    finally:
-        made.set()
-        slow.join(30)
-        quick.join(30)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_shares_no_object_with_its_parent() -> None:
-    resources = ProcessResources()
-    ours = resources.get("key", Held)
-    assert in_fork(lambda: resources.get("key", Held) is not ours)
-    assert resources.get("key", Held) is ours
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_what_is_held_in_a_fork_is_reset_there_alone() -> None:
-    resources = ProcessResources()
-    held = Held()
-    resources.after_fork(held, Held.begin_anew)
-    assert in_fork(lambda: held.reset)
-    assert not held.reset
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_reset_that_fails_in_a_fork_does_not_keep_others_from_theirs() -> None:
-    resources = ProcessResources()
-    broken, held = Held(), Held()
-    resources.after_fork(broken, lambda owner: owner.no_such_name)  # type: ignore[attr-defined]
-    resources.after_fork(held, Held.begin_anew)
-    assert in_fork(lambda: held.reset)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
-    resources = ProcessResources()
+@contextmanager
+def slow(resources: ProcessResources) -> Iterator[None]:
+    """Have a thread make the object of the key "slow" until the end of the block."""
     making, made = threading.Event(), threading.Event()
 
     def make() -> int:
@@ -123,24 +82,63 @@ def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
     thread = start_thread(lambda: resources.get("slow", make), "a test's")
     assert making.wait(30)
     try:
-        assert in_fork(lambda: resources.get("slow", lambda: 2) == 2)
+        yield
     finally:
         made.set()
         thread.join(30)
 
 
-def test_a_thread_that_cannot_be_started_is_an_error_that_names_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(_: threading.Thread) -> None:
+def test_one_that_takes_long_to_make_holds_up_no_other() -> None:
+    resources, got = ProcessResources(), threading.Event()
+    with slow(resources):
+        quick = start_thread(lambda: resources.get("quick", Held) and got.set(), "another")
+        assert got.wait(30)
+    quick.join(30)
+
+
+def test_a_fork_shares_no_object_with_its_parent() -> None:
+    resources = ProcessResources()
+    ours = resources.get("key", Held)
+    assert in_fork(lambda: resources.get("key", Held) is not ours)
+    assert resources.get("key", Held) is ours
+
+
+def test_what_is_held_in_a_fork_is_reset_there_alone() -> None:
+    resources = ProcessResources()
+    held = Held()
+    resources.after_fork(held, Held.begin_anew)
+    assert in_fork(lambda: held.reset)
+    assert not held.reset
+
+
+def test_a_reset_that_fails_in_a_fork_does_not_keep_others_from_theirs() -> None:
+    resources = ProcessResources()
+    broken, held = Held(), Held()
+    resources.after_fork(broken, lambda owner: owner.no_such_name)  # type: ignore[attr-defined]
+    resources.after_fork(held, Held.begin_anew)
+    assert in_fork(lambda: held.reset)
+
+
+def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
+    resources = ProcessResources()
+    with slow(resources):
+        assert in_fork(lambda: resources.get("slow", lambda: 2) == 2)
+
+
+@pytest.fixture
+def no_threads(monkeypatch: Patch) -> None:
+    def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
+def test_an_error_of_a_thread_that_cannot_start_names_the_limit(no_threads: None) -> None:
     with pytest.raises(CapacityError, match=r"can't start new thread.*threads run.*ulimit -u"):
         start_thread(lambda: None, "a test's")
 
 
-def test_without_proc_a_size_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_a_size_is_unknown(monkeypatch: Patch) -> None:
     def refuse(*args: object, **kwargs: object) -> Any:
         raise FileNotFoundError
 
@@ -175,13 +173,7 @@ def test_a_call_goes_on_to_its_end_though_ctrl_c_is_pressed() -> None:
     assert ended == ["it"]
 
 
-def test_a_call_for_which_no_thread_can_be_started_is_made_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+def test_a_call_for_which_no_thread_can_be_started_is_made_at_once(no_threads: None) -> None:
     ended: list[str] = []
     run_uninterrupted(lambda: ended.append("it"), "prefect-gpu-test")
     assert ended == ["it"]

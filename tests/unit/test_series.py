@@ -20,9 +20,7 @@ def peaks(samples: tuple[Sample, ...] | list[Sample]) -> list[int | None]:
 
 
 @given(SERIES, st.integers(2, 50))
-def test_merging_is_bounded_ordered_and_keeps_every_peak_and_the_end(
-    samples: list[Sample], limit: int
-) -> None:
+def test_merging_is_bounded_and_keeps_every_peak(samples: list[Sample], limit: int) -> None:
     merged = merge(samples, limit)
     assert len(merged) <= limit
     assert list(merged) == sorted(merged, key=lambda s: s.at_s)
@@ -31,9 +29,7 @@ def test_merging_is_bounded_ordered_and_keeps_every_peak_and_the_end(
 
 
 @given(SERIES, st.integers(4, 20))
-def test_a_builder_gives_exact_peaks_and_counts_in_bounded_memory(
-    samples: list[Sample], limit: int
-) -> None:
+def test_a_builder_gives_exact_peaks_and_counts(samples: list[Sample], limit: int) -> None:
     builder = SeriesBuilder(limit=limit)
     for sample in samples:
         builder.add(sample)

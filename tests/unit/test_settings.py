@@ -14,31 +14,19 @@ from prefect_gpu.errors import SettingError
 from prefect_gpu.settings import GPUSettings
 from prefect_gpu.units import MIB
 
+Patch = pytest.MonkeyPatch
+
 PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "DEVICES",
-        "PLACEMENT",
-        "MAX_PROCESSES",
-        "MAX_TASKS_PER_DEVICE",
-        "HEADROOM",
-        "REPORTS",
-        "LIVE_VIEW",
-        "PROGRESS",
-        "STANDBY",
-        "START_METHOD",
-        "LEDGER",
-        "MEMORY_SNAPSHOTS",
-    ):
-        monkeypatch.delenv(PREFIX + name, raising=False)
+def _no_settings_of_this_machine(monkeypatch: Patch) -> None:
+    for name in GPUSettings.model_fields:
+        monkeypatch.delenv(PREFIX + name.upper(), raising=False)
 
 
 def test_settings_have_defaults() -> None:
-    settings = GPUSettings()
-    assert settings.model_dump() == {
+    assert GPUSettings().model_dump() == {
         "devices": "auto",
         "placement": "spread",
         "max_processes": None,
@@ -56,42 +44,27 @@ def test_settings_have_defaults() -> None:
     }
 
 
-def test_the_environment_sets_every_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PREFIX + "DEVICES", "simulated:2x24GiB")
-    monkeypatch.setenv(PREFIX + "PLACEMENT", "pack")
-    monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "3")
-    monkeypatch.setenv(PREFIX + "MAX_TASKS_PER_DEVICE", "2")
-    monkeypatch.setenv(PREFIX + "HEADROOM", "512 MiB")
-    monkeypatch.setenv(PREFIX + "REPORTS", "false")
-    monkeypatch.setenv(PREFIX + "LIVE_VIEW", "off")
-    monkeypatch.setenv(PREFIX + "PROGRESS", "0")
-    monkeypatch.setenv(PREFIX + "LEDGER", "/mnt/ledger")
-    monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "snapshots")
-    settings = GPUSettings()
-    assert settings.ledger == Path("/mnt/ledger")
-    assert settings.memory_snapshots == Path("snapshots")
-    assert settings.devices == "simulated:2x24GiB"
-    assert settings.placement == "pack"
-    assert not settings.live_view and not settings.progress
-    assert settings.max_processes == 3
-    assert settings.max_tasks_per_device == 2
-    assert settings.headroom == 512 * MIB
-    assert settings.reports is False
-
-
-def test_an_empty_folder_for_snapshots_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PREFIX + "MEMORY_SNAPSHOTS", "")
-    assert GPUSettings().memory_snapshots is None
-
-
 @pytest.mark.parametrize(
-    ("text", "standby"), [("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12)]
-)
-def test_standby_is_a_word_or_a_number(
-    monkeypatch: pytest.MonkeyPatch, text: str, standby: object
-) -> None:
-    monkeypatch.setenv(PREFIX + "STANDBY", text)
-    assert GPUSettings().standby == standby
+    ("name", "text", "value"),
+    [
+        ("DEVICES", "simulated:2x24GiB", "simulated:2x24GiB"),
+        ("PLACEMENT", "pack", "pack"),
+        ("MAX_PROCESSES", "3", 3),
+        ("MAX_TASKS_PER_DEVICE", "2", 2),
+        ("HEADROOM", "512 MiB", 512 * MIB),
+        ("HEADROOM", "0", 0),
+        ("REPORTS", "false", False),
+        ("LIVE_VIEW", "off", False),
+        ("PROGRESS", "0", False),
+        ("LEDGER", "/mnt/ledger", Path("/mnt/ledger")),
+        ("MEMORY_SNAPSHOTS", "snapshots", Path("snapshots")),
+        ("MEMORY_SNAPSHOTS", "", None),
+        *(("STANDBY", text, value) for text, value in (("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12))),
+    ],
+)  # fmt: skip
+def test_the_environment_sets(monkeypatch: Patch, name: str, text: str, value: object) -> None:
+    monkeypatch.setenv(PREFIX + name, text)
+    assert getattr(GPUSettings(), name.lower()) == value
 
 
 @pytest.mark.parametrize("value", ["hot", "-1", -1, True, 1.5, "1.5", ""])
@@ -111,11 +84,6 @@ def test_gpus_are_reserved_on_a_cluster_alone() -> None:
         GPUSettings(num_gpus=2)
 
 
-def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PREFIX + "HEADROOM", "0")
-    assert GPUSettings().headroom == 0
-
-
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
@@ -123,16 +91,12 @@ def test_headroom_may_be_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("HEADROOM", "9" * 400 + "GiB", "accepted", id="headroom beyond numbers"),
         pytest.param("PLACEMENT", "random", "spread", id="an unknown placement"),
         pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
-        pytest.param(
-            "MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"
-        ),
+        pytest.param("MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "two", "valid integer", id="a word for a number"),
         pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
     ],
-)
-def test_bad_values_are_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str, problem: str
-) -> None:
+)  # fmt: skip
+def test_bad_values_are_refused(monkeypatch: Patch, name: str, text: str, problem: str) -> None:
     monkeypatch.setenv(PREFIX + name, text)
     with pytest.raises(ValidationError, match=problem):
         GPUSettings()
@@ -143,23 +107,23 @@ def test_settings_can_be_pickled_with_a_flow() -> None:
     assert pickle.loads(pickle.dumps(settings)) == settings
 
 
-def test_a_runner_names_the_argument_or_the_setting_that_is_wrong(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"placement": "random"}, r"GPUTaskRunner\(placement='random'\): it should be "),
+        ({"standby": "hot"}, r"GPUTaskRunner\(standby='hot'\): 'hot' is neither 'auto' nor a number of processes"),
+        ({"address": "auto", "start_method": "forkserver"}, "start_method='forkserver' is for one machine; leave "),
+        ({"max_processes": None}, f"{PREFIX}MAX_PROCESSES: it should be greater"),
+    ],
+    ids=["an argument", "another", "two arguments", "a setting"],
+)  # fmt: skip
+def test_a_runner_names_its_wrong_value(
+    monkeypatch: Patch, arguments: dict[str, Any], says: str
 ) -> None:
-    wrong: Any = "random"
-    with pytest.raises(ValueError, match=r"^GPUTaskRunner\(placement='random'\): it should be "):
-        GPUTaskRunner(placement=wrong)
-    refused = r"^GPUTaskRunner\(standby='hot'\): 'hot' is neither 'auto' nor a number of processes"
-    unknown: Any = "hot"
-    with pytest.raises(SettingError, match=refused):
-        GPUTaskRunner(standby=unknown)
-    with pytest.raises(
-        SettingError, match=r"^start_method='forkserver' is for one machine; leave "
-    ):
-        GPUTaskRunner(address="auto", start_method="forkserver")
-    monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "0")
-    with pytest.raises(SettingError, match=f"^{PREFIX}MAX_PROCESSES: it should be greater"):
-        GPUTaskRunner(placement="pack")
+    if "max_processes" in arguments:
+        monkeypatch.setenv(PREFIX + "MAX_PROCESSES", "0")
+    with pytest.raises(SettingError, match=f"^{says}"):
+        GPUTaskRunner(**arguments)
 
 
 def test_a_runner_prints_as_it_was_written() -> None:

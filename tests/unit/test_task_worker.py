@@ -28,13 +28,9 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
     ("served", "of_run", "called_in", "own", "around"),
     [
         pytest.param({"gpu"}, {"gpu"}, None, {"gpu"}, set(), id="its own, without parameters"),
-        pytest.param(
-            {"gpu"}, {"gpu", "a"}, None, {"gpu"}, {"a"}, id="a context's, without parameters"
-        ),
+        pytest.param({"gpu"}, {"gpu", "a"}, None, {"gpu"}, {"a"}, id="a context's, without parameters"),
         pytest.param({"gpu"}, {"gpu"}, context(set()), {"gpu"}, set(), id="its own"),
-        pytest.param(
-            {"gpu"}, {"gpu", "a"}, context({"a"}), {"gpu"}, {"a"}, id="its own, and a context's"
-        ),
+        pytest.param({"gpu"}, {"gpu", "a"}, context({"a"}), {"gpu"}, {"a"}, id="its own, and a context's"),
         pytest.param(
             {"gpu:memory=1GiB"},
             {"gpu:memory=2GiB"},
@@ -43,14 +39,7 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
             set(),
             id="those of with_options in place of its own",
         ),
-        pytest.param(
-            {"gpu"},
-            {"gpu"},
-            context({"gpu"}),
-            {"gpu"},
-            {"gpu"},
-            id="its own, which a context has too",
-        ),
+        pytest.param({"gpu"}, {"gpu"}, context({"gpu"}), {"gpu"}, {"gpu"}, id="its own, which a context has too"),
         pytest.param(
             {"gpu"},
             {"gpu", "a"},
@@ -60,7 +49,7 @@ def context(around: set[str], of_flow: tuple[str, ...] = ()) -> dict[str, Any]:
             id="not those of the flow run that called delay",
         ),
     ],
-)
+)  # fmt: skip
 def test_tags_of_a_run(
     served: set[str],
     of_run: set[str],
@@ -72,23 +61,15 @@ def test_tags_of_a_run(
     assert run_tags(one.with_options(tags=served), task_run, called_in) == (own, around)
 
 
-def test_serve_needs_a_task() -> None:
-    with pytest.raises(SettingError, match="has no task; accepted: at least one task"):
-        serve(runner=RUNNER)
-
-
-def test_serve_refuses_what_is_no_task() -> None:
-    function: Any = one.fn
-    with pytest.raises(SettingError, match=r"was given <function one at .*accepted: tasks"):
-        serve(one, function, runner=RUNNER)
-
-
-def test_serve_refuses_other_runners() -> None:
-    runner: Any = "simulated:1x8GiB"
-    with pytest.raises(SettingError, match=r"runner='simulated:1x8GiB' .*accepted: GPUTaskRunner"):
-        serve(one, runner=runner)
-
-
-def test_serve_refuses_a_wrong_tag_before_anything_starts() -> None:
-    with pytest.raises(PolicyError, match="gpu:memory=6"):
-        serve(one.with_options(tags=["gpu:memory=6"]), runner=RUNNER)
+@pytest.mark.parametrize(
+    ("tasks", "runner", "says"),
+    [
+        pytest.param([], RUNNER, "has no task; accepted: at least one task", id="no task"),
+        pytest.param([one, one.fn], RUNNER, r"was given <function one at .*accepted: tasks", id="a function"),
+        pytest.param([one], "simulated:1x8GiB", r"runner='simulated:1x8GiB' .*accepted: GPUTaskRunner", id="no runner"),
+        pytest.param([one.with_options(tags=["gpu:memory=6"])], RUNNER, "gpu:memory=6", id="a wrong tag"),
+    ],
+)  # fmt: skip
+def test_serve_refuses(tasks: list[Any], runner: Any, says: str) -> None:
+    with pytest.raises((SettingError, PolicyError), match=says):
+        serve(*tasks, runner=runner)

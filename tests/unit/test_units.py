@@ -14,6 +14,7 @@ from prefect_gpu.units import (
     KIB,
     MIB,
     TIB,
+    counted,
     format_bytes,
     format_seconds,
     parse_bytes,
@@ -119,14 +120,7 @@ def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) 
 def test_seconds_roll_over_to_the_next_unit_where_they_are_rounded(seconds: float) -> None:
     text = format_seconds(seconds)
     numbers = [float(number) for number in re.findall(r"[0-9.]+", text)]
-    tops = {
-        "ms": [1000],
-        "s": [60],
-        "m": [60],
-        "m s": [60, 60],
-        "h": [math.inf],
-        "h m": [math.inf, 60],
-    }
+    tops = {"ms": [1000], "s": [60], "m": [60], "m s": [60, 60], "h": [math.inf], "h m": [math.inf, 60]}  # fmt: skip
     units = " ".join(re.findall(r"[a-z]+", text))
     assert all(number < top for number, top in zip(numbers, tops[units], strict=True)), text
 
@@ -135,3 +129,8 @@ def test_seconds_roll_over_to_the_next_unit_where_they_are_rounded(seconds: floa
 def test_bytes_roll_over_to_the_next_unit_where_they_are_rounded(size_bytes: int) -> None:
     text = format_bytes(size_bytes)
     assert float(text.rstrip("KMGTiB")) < 1024 or text.endswith("TiB"), text
+
+
+def test_a_number_has_its_word() -> None:
+    assert [counted(n, "task") for n in (0, 1, 2)] == ["0 tasks", "1 task", "2 tasks"]
+    assert counted(2, "history", "histories") == "2 histories"

@@ -20,22 +20,15 @@ from prefect_gpu.devices import spec as device_spec
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse
 from prefect_gpu.units import GIB
 
+Patch = pytest.MonkeyPatch
+
 Capture = pytest.CaptureFixture[str]
 
 
 def test_check_prints_the_policy(capsys: Capture) -> None:
-    code = main(
-        [
-            "check",
-            "gpu:memory=6GiB",
-            "gpu:framework=torch:70%",
-            "gpu:framework=jax",
-            "gpu:wait=10m",
-            "gpu:alloc.backend=native",
-        ]
-    )
+    tags = "gpu:memory=6GiB gpu:framework=torch:70% gpu:framework=jax gpu:wait=10m"
+    assert main(["check", *tags.split(), "gpu:alloc.backend=native"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert code == 0
     assert "memory             6GiB (6442450944 bytes) on each device" in lines
     assert "frameworks         jax, torch 70%" in lines
     assert "allocation         limit" in lines
@@ -48,11 +41,7 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
     ("tags", "line"),
     [
         pytest.param(["nightly"], "no gpu tag", id="a task for a thread"),
-        pytest.param(
-            ["gpu"],
-            "memory             learned from earlier runs; a first run shares a device while it has room\n",
-            id="no budget",
-        ),
+        pytest.param(["gpu"], "memory             learned from earlier runs; a first run shares a device while it has room\n", id="no budget"),
         pytest.param(["gpu"], "allocation         limit\n", id="a first run is capped"),
         pytest.param(
             ["gpu:allocation=growth"],
@@ -61,15 +50,11 @@ def test_check_prints_the_policy(capsys: Capture) -> None:
             id="no budget and no cap",
         ),
         pytest.param(["gpu:exclusive"], "a device to itself: gpu:exclusive\n", id="exclusive"),
-        pytest.param(
-            ["gpu:exclusive", "gpu:memory=1GiB"],
-            "allocation         limit\n",
-            id="exclusive with a budget",
-        ),
+        pytest.param(["gpu:exclusive", "gpu:memory=1GiB"], "allocation         limit\n", id="exclusive with a budget"),
         pytest.param(["gpu:memory=40%"], "40% of each device", id="a part of each device"),
         pytest.param(["gpu:cpus=4", "gpu:caching=off"], "caching            off", id="the rest"),
     ],
-)
+)  # fmt: skip
 def test_check_explains_tags(capsys: Capture, tags: list[str], line: str) -> None:
     assert main(["check", *tags]) == 0
     assert line in capsys.readouterr().out
@@ -107,9 +92,8 @@ def test_check_suggests_what_was_meant(capsys: Capture, arguments: list[str], pr
 
 
 def test_check_prints_json(capsys: Capture) -> None:
-    assert (
-        main(["check", "gpu:memory=6GiB", "gpu:framework=torch:70%", "gpu:wait=10m", "--json"]) == 0
-    )
+    tags = ["gpu:memory=6GiB", "gpu:framework=torch:70%", "gpu:wait=10m"]
+    assert main(["check", *tags, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["memory"], found["wait_s"], found["count"]) == (6 * GIB, 600, 1)
     assert found["stated"] == ["framework", "memory", "wait"]
@@ -133,20 +117,15 @@ def test_devices_lists_what_the_runner_would_use(capsys: Capture) -> None:
     assert all(row[-3:] == ["24GiB", "24GiB", "0"] for row in rows)
 
 
-def test_devices_takes_its_default_from_the_settings(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_takes_its_default_from_the_settings(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_DEVICES", "simulated:8GiB")
     assert main(["devices", "--json"]) == 0
     (device,) = json.loads(capsys.readouterr().out)
     assert device["total_bytes"] == device["free_bytes"] == 8 * GIB
-    assert device["kind"] == "simulated"
-    assert device["processes"] == []
+    assert (device["kind"], device["processes"]) == ("simulated", [])
 
 
-def test_devices_names_a_setting_that_cannot_be_read(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_names_a_setting_that_cannot_be_read(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_STANDBY", "many")
     assert main(["devices"]) == 2
     printed = capsys.readouterr()
@@ -175,9 +154,7 @@ class _Reader:
 DEVICE = Device("GPU-1a", 0, "NVIDIA H200", 140 * GIB, "nvml", "here")
 
 
-def test_devices_shows_the_error_of_a_device(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_shows_the_error_of_a_device(capsys: Capture, monkeypatch: Patch) -> None:
     reader = _Reader(
         DeviceSnapshot(DEVICE, 0.0, 100 * GIB, processes=(ProcessUse(7, None, GIB),)),
         DeviceSnapshot(DEVICE, 0.0, 0, error="fell off the bus"),
@@ -195,7 +172,7 @@ def test_devices_shows_the_error_of_a_device(
     assert (second["free_bytes"], second["error"]) == (None, "fell off the bus")
 
 
-def test_devices_says_when_there_are_none(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_says_when_there_are_none(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(device_spec, "open_reader", lambda spec, environ, shared: _Reader())
     assert main(["devices", "--devices", "nvml"]) == 0
     assert capsys.readouterr().out == "no devices\n"
@@ -234,9 +211,8 @@ def test_simulate_prints_the_schedule_of_a_list(capsys: Capture, task_file: str)
 
 
 def test_simulate_prints_json(capsys: Capture, task_file: str) -> None:
-    assert (
-        main(["simulate", task_file, "--devices", "2x80GiB", "--json", "--placement", "pack"]) == 0
-    )
+    options = ["--json", "--placement", "pack"]
+    assert main(["simulate", task_file, "--devices", "2x80GiB", *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["makespan_s"], found["lower_bound_s"], found["max_wait_s"]) == (960, 660, 600)
     assert [task["started_s"] for task in found["tasks"]] == [0, 600, 0, 900, None]
@@ -253,7 +229,7 @@ def test_simulate_prints_json(capsys: Capture, task_file: str) -> None:
     ],
 )  # fmt: skip
 def test_simulate_schedules_as_its_options_ask(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, options: list[str], starts: list[float]
+    capsys: Capture, monkeypatch: Patch, options: list[str], starts: list[float]
 ) -> None:
     text = "duration,memory,priority\n100,20GiB,2\n50,4GiB,0\n10,20GiB,1\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
@@ -296,7 +272,7 @@ def test_simulate_names_what_is_wrong_with_its_input(
         pytest.param(["simulate", "-", "--devices", "1GiB", "--max-tasks-per-device", "0x2"], "for --max-tasks-per-device: '0x2' is not a whole number", id="hexadecimal number"),
     ],
 )  # fmt: skip
-def test_an_error_names_what_was_given_and_what_is_accepted_on_one_line(
+def test_an_error_is_one_line_with_the_accepted_values(
     capsys: Capture, arguments: list[str], says: str
 ) -> None:
     assert main(arguments) == 2
@@ -313,13 +289,8 @@ def test_help_names_every_option(capsys: Capture) -> None:
     assert "--no-backfill" in text and "--backfill" not in text.replace("--no-backfill", "")
 
 
-COMMANDS = [
-    [],
-    *([name] for name in app if not name.startswith("-") and name != "history"),
-    ["history"],
-    ["history", "list"],
-    ["history", "reset"],
-]
+NAMES = [name for name in app if not name.startswith("-")]
+COMMANDS = [[], *([name] for name in NAMES), ["history", "list"], ["history", "reset"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: " ".join(words) or "itself")
@@ -338,23 +309,18 @@ def test_an_example_that_cannot_be_read_is_an_error() -> None:
         app.parse_args(["devices", "--jsn"], exit_on_error=False, print_error=False)
 
 
-def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_is_that_of_the_package(capsys: Capture, monkeypatch: Patch, word: str) -> None:
     monkeypatch.setattr(cli, "version", lambda name: f"1.2.3 of {name}")
-    assert main(["version"]) == 0
+    assert main([word]) == 0
     assert capsys.readouterr().out == "prefect-gpu 1.2.3 of prefect-gpu\n"
 
 
-def test_the_package_runs_as_a_module(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_runs_as_a_module(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr("sys.argv", ["prefect-gpu", "check", "nightly"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("prefect_gpu", run_name="__main__")
     assert "no gpu tag" in capsys.readouterr().out
-
-
-def test_the_version_is_printed_either_way(capsys: Capture) -> None:
-    assert main(["--version"]) == main(["version"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == second and first.startswith("prefect-gpu ")
 
 
 @pytest.mark.parametrize(
@@ -363,10 +329,7 @@ def test_the_version_is_printed_either_way(capsys: Capture) -> None:
     ids=["a closed pipe", "Ctrl-C"],
 )
 def test_a_command_that_is_stopped_ends_without_a_traceback(
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    stops: type[BaseException],
-    code: int,
+    capfd: Capture, monkeypatch: Patch, stops: type[BaseException], code: int
 ) -> None:
     def stopped(tokens: list[str]) -> None:
         raise stops
@@ -382,9 +345,7 @@ def test_a_command_that_is_stopped_ends_without_a_traceback(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_characters_that_cannot_be_written_are_escaped(
-    monkeypatch: pytest.MonkeyPatch, encoding: str
-) -> None:
+def test_characters_that_cannot_be_written_are_escaped(monkeypatch: Patch, encoding: str) -> None:
     out, error = io.BytesIO(), io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(out, encoding))
     monkeypatch.setattr("sys.stderr", io.TextIOWrapper(error, encoding))
@@ -399,20 +360,17 @@ def test_characters_that_cannot_be_written_are_escaped(
 
 
 @pytest.mark.parametrize("tokens", [["check", "gpu"], ["--help"], ["simulate", "--help"]])
-def test_a_full_disk_is_one_line(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tokens: list[str]
-) -> None:
+def test_a_full_disk_is_one_line(capfd: Capture, monkeypatch: Patch, tokens: list[str]) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         assert main(tokens) == 2
         monkeypatch.undo()
-    assert capfd.readouterr().err == (
-        "prefect-gpu: the output cannot be written: No space left on device\n"
-    )
+    said = "prefect-gpu: the output cannot be written: No space left on device\n"
+    assert capfd.readouterr().err == said
 
 
-def test_a_closed_output_is_refused_before_the_command_starts(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_closed_output_is_refused_before_a_command_runs(
+    capfd: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr(cli, "app", lambda tokens: pytest.fail("it was started"))
@@ -421,8 +379,8 @@ def test_a_closed_output_is_refused_before_the_command_starts(
 
 
 @pytest.mark.parametrize("error", [None, "/dev/full"])
-def test_errors_that_cannot_be_written_change_no_exit_code(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str | None
+def test_unwritable_errors_keep_the_exit_code(
+    capfd: Capture, monkeypatch: Patch, error: str | None
 ) -> None:
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", error and full)
@@ -455,6 +413,6 @@ def test_a_file_whose_name_is_not_utf_8_is_read(capsys: Capture, tmp_path: Path)
     assert capsys.readouterr().out
 
 
-def test_a_question_without_an_input_is_answered_with_no(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_question_without_an_input_is_answered_with_no(monkeypatch: Patch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert not run_commands._agreed("Delete it?")

@@ -19,6 +19,8 @@ from prefect_gpu.cli.doctor import Build, Finding, judge_framework
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot
 from prefect_gpu.units import GIB, MIB
 
+Patch = pytest.MonkeyPatch
+
 Capture = pytest.CaptureFixture[str]
 
 
@@ -60,7 +62,7 @@ def test_what_limits_the_view_of_the_devices_is_said() -> None:
     ],
     ids=["fits", "no GPU, CPU build", "CPU build", "sees none", "a plugin", "no count", "broken"],
 )
-def test_a_framework_is_judged_by_its_build_and_by_the_devices_that_there_are(
+def test_a_framework_is_judged_by_its_build(
     build: Build | str, gpus: int, level: str, text: str
 ) -> None:
     for name in doctor.PROGRAMS:
@@ -77,14 +79,17 @@ def test_a_framework_says_what_it_was_built_for() -> None:
     assert found.version and found.devices is not None
 
 
-def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "PROGRAMS", {"torch": "import no_such_module"})
-    assert doctor.look_at("torch") == "ModuleNotFoundError: No module named 'no_such_module'"
-    monkeypatch.setattr(doctor, "PROGRAMS", {"torch": "import os; os._exit(3)"})
-    assert doctor.look_at("torch") == "it ended with 3"
-    monkeypatch.setattr(doctor, "PROGRAMS", {"torch": "while True: pass"})
+def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: Patch) -> None:
+    programs = {
+        "a": "import no_such_module",
+        "b": "import os; os._exit(3)",
+        "c": "while True: pass",
+    }
+    monkeypatch.setattr(doctor, "PROGRAMS", programs)
+    assert doctor.look_at("a") == "ModuleNotFoundError: No module named 'no_such_module'"
+    assert doctor.look_at("b") == "it ended with 3"
     monkeypatch.setattr(doctor, "FRAMEWORK_S", 0.2)
-    assert "longer than" in str(doctor.look_at("torch"))
+    assert "longer than" in str(doctor.look_at("c"))
 
 
 def test_packages_of_a_version_that_does_not_work_are_named_with_what_is_accepted() -> None:
@@ -99,9 +104,7 @@ def test_packages_of_a_version_that_does_not_work_are_named_with_what_is_accepte
     assert found.level == "ok" and "prefect 3.8.8, fastapi 0.150.0" in found.text
 
 
-def test_a_package_that_is_used_from_its_source_is_examined_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_used_from_its_source_is_examined_too(monkeypatch: Patch) -> None:
     def absent(name: str) -> str:
         if name == "prefect-gpu":
             raise importlib.metadata.PackageNotFoundError(name)
@@ -121,37 +124,32 @@ def test_limits_below_what_flows_need_say_how_to_raise_them() -> None:
     assert doctor.judge_shared(16 * GIB).level == "ok"
 
 
-def test_a_server_that_answers_one_that_does_not_and_none() -> None:
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+def check_server(url: str | None) -> Finding:
+    with temporary_settings({PREFECT_API_URL: url}):
         (found,) = doctor.check_server()
+    return found
+
+
+def test_a_server_that_answers_one_that_does_not_and_none(prefect_server: str) -> None:
+    found = check_server(prefect_server)
+    assert found.level == "ok" and prefect_server in found.text
+    found = check_server("http://127.0.0.1:9/api")
     assert found.level == "problem" and "http://127.0.0.1:9/api does not answer" in found.text
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9"}):
-        (found,) = doctor.check_server()
+    found = check_server("http://127.0.0.1:9")
     assert found.level == "problem"
     assert found.fix == "PREFECT_API_URL has no /api; did you mean http://127.0.0.1:9/api?"
-    with temporary_settings({PREFECT_API_URL: None}):
-        (found,) = doctor.check_server()
+    found = check_server(None)
     assert found.level == "note" and "prefect server start" in found.fix
 
 
-def test_a_server_that_runs_is_asked(prefect_server: str) -> None:
-    with temporary_settings({PREFECT_API_URL: prefect_server}):
-        (found,) = doctor.check_server()
-    assert found.level == "ok" and prefect_server in found.text
-
-
-def test_a_ledger_that_cannot_be_used_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: Patch) -> None:
     assert doctor.check_ledger().level == "ok"
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path / "missing"))
     found = doctor.check_ledger()
     assert found.level == "problem" and "PREFECT_INTEGRATIONS_GPU_LEDGER" in found.fix
 
 
-def test_the_command_prints_each_finding_and_its_exit_code_says_whether_there_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_the_exit_code_says_whether_there_is_a_problem(monkeypatch: Patch, capsys: Capture) -> None:
     found = [Finding("driver", "ok", "two devices"), Finding("torch", "note", "old", "renew it")]
     monkeypatch.setattr(doctor, "examine", lambda: iter(found))
     assert main(["doctor"]) == 0

@@ -45,19 +45,16 @@ def process(
 def flow_run(
     *reports: TaskReport, submissions: Mapping[UUID, Submission] | None = None
 ) -> FlowRunReport:
-    processes = tuple(
-        ProcessReport(each.task_run_name, each.task_run_id, "", each.metadata()) for each in reports
-    )
-    return FlowRunReport(
-        "quiet-fox", UUID(int=9), "Completed", "", {}, processes, submissions or {}
-    )
+    found = (ProcessReport(r.task_run_name, r.task_run_id, "", r.metadata()) for r in reports)
+    run = ("quiet-fox", UUID(int=9), "Completed", "")
+    return FlowRunReport(*run, {}, tuple(found), submissions or {})
 
 
 def at(seconds: float, *inputs: UUID) -> Submission:
     return Submission(PLACED_AT + seconds, inputs)
 
 
-def test_first_runs_that_shared_devices_share_them_again() -> None:
+def test_first_runs_that_shared_devices_take_their_peak_memory() -> None:
     shared: dict[str, Any] = {"budget_source": "probe", "cap_bytes": 40 * GIB}
     tasks, _ = recorded_run(
         flow_run(
@@ -65,11 +62,8 @@ def test_first_runs_that_shared_devices_share_them_again() -> None:
             process(B, 0, 0, 10, peak_process_bytes=3, devices=(device(0), device(1)), **shared),
         )
     )
-    first, second = tasks
-    assert (first.request.memory, first.probe_bytes) == (None, 3 * GIB)
-    assert (second.request.memory, second.probe_bytes) == (None, 2), "of each device, rounded up"
-    schedule = simulate(tasks, SimulatedDevices("2x80GiB"))
-    assert schedule.makespan_s == 10
+    assert [task.request.memory for task in tasks] == [3 * GIB, 2], "of each device, rounded up"
+    assert simulate(tasks, SimulatedDevices("2x80GiB")).makespan_s == 10
 
 
 def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
@@ -81,16 +75,11 @@ def test_each_process_takes_the_memory_and_the_time_that_it_took() -> None:
         )
     )
     first, second, third = tasks
-    assert (first.request.task_name, first.arrival_s, first.duration_s, first.request.memory) == (
-        "task-1",
-        0,
-        10,
-        6 * GIB,
-    )
+    assert (first.request.task_name, first.request.memory) == ("task-1", 6 * GIB)
+    assert (first.arrival_s, first.duration_s) == (0, 10)
     assert (second.arrival_s, second.request.memory, second.request.priority) == (2, 8 * GIB, 3)
     assert (first.request.exclusive, second.request.exclusive) == (False, True)
     assert (third.request.count, third.request.memory) == (2, None)
-    assert third.probe_bytes is None, "its probe had the devices to itself"
     assert measured.measured_makespan_s == pytest.approx(19)
     assert measured.measured_devices == ("NVIDIA H200", "NVIDIA H200")
 
@@ -151,12 +140,8 @@ def test_a_process_comes_after_the_one_before_it_of_its_task_run() -> None:
             submissions={A: at(0), B: at(0, A)},
         )
     )
-    assert (second.request.task_name, second.after, second.request.memory) == (
-        "task-1 #2",
-        (0,),
-        9 * GIB,
-    )
-    assert second.lag_s == pytest.approx(0.5)
+    assert (second.request.task_name, second.request.memory) == ("task-1 #2", 9 * GIB)
+    assert (second.after, second.lag_s) == ((0,), pytest.approx(0.5))
     assert other.after == (1,), "the last process has the result"
     assert first.after == ()
 

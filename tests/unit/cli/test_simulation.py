@@ -20,7 +20,6 @@ from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.model import Request
 from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.probes import READY_S
 from prefect_gpu.units import GIB
 
 TWO = SimulatedDevices("2x24GiB")
@@ -35,13 +34,11 @@ def task(
     gib: float | None = None,
     arrival_s: float = 0.0,
     after: tuple[int, ...] = (),
-    probe_gib: float | None = None,
     **asked: object,
 ) -> ListedTask:
     memory = None if gib is None else int(gib * GIB)
     request = Request("", name, 0, 0.0, memory, **{"expected_s": seconds, **asked})  # type: ignore[arg-type]
-    probe_bytes = None if probe_gib is None else int(probe_gib * GIB)
-    return ListedTask(request, seconds, arrival_s, after, probe_bytes=probe_bytes)
+    return ListedTask(request, seconds, arrival_s, after)
 
 
 def starts(schedule: Schedule) -> dict[str, float | None]:
@@ -67,60 +64,11 @@ def test_tasks_start_when_and_where_there_is_free_memory() -> None:
         task("two", 7, 24, count=2),
     ]
     schedule = simulate(tasks, TWO)
-    assert starts(schedule) == {
-        "a": 0.0,
-        "b": 0.0,
-        "late": 3.0,
-        "c": 10.0,
-        "after both": 27.0,
-        "two": 20.0,
-    }
+    later = {"late": 3.0, "c": 10.0, "after both": 27.0, "two": 20.0}
+    assert starts(schedule) == {"a": 0.0, "b": 0.0, **later}
     assert schedule.makespan_s == 31.0
     assert schedule.max_wait_s == 20.0
     assert schedule.utilisation == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
-
-
-def first_run(name: str, seconds: float, gib: float) -> ListedTask:
-    return task(name, seconds, probe_gib=gib, expected_s=None, probe_fraction=1.0)
-
-
-def test_first_runs_share_a_device_and_more_start_once_these_have_settled() -> None:
-    tasks = [first_run(f"{n}", 20, 2) for n in range(8)]
-    one = SimulatedDevices("1x24GiB")
-    schedule = simulate(tasks, one)
-    # Each counts for a quarter of the device, and then for what it holds.
-    began = [0.0] * 4 + [READY_S] * 2 + [2 * READY_S] + [3 * READY_S]
-    assert list(starts(schedule).values()) == began
-    assert schedule.utilisation == pytest.approx(8 * 2 * 20 / (24 * (20 + 3 * READY_S)))
-    assert schedule.bounds["memory_s"] == pytest.approx(8 * 2 * 20 / 24)
-    alone = [task(f"{n}", 20) for n in range(8)]
-    assert simulate(alone, one).makespan_s == 8 * 20
-
-
-@pytest.mark.parametrize("arrival_s", [0.1 * n for n in range(12)])
-def test_at_any_time_a_first_run_starts_when_those_before_it_have_settled(arrival_s: float) -> None:
-    tasks = [replace(first_run(f"{n}", 20, 2), arrival_s=arrival_s) for n in range(5)]
-    *_, last = simulate(tasks, SimulatedDevices("1x24GiB")).tasks
-    assert last.waited_s == pytest.approx(READY_S)
-
-
-def test_a_first_run_that_runs_a_device_short_has_one_to_itself() -> None:
-    tasks = [first_run("a", 10, 14), first_run("b", 10, 14)]
-    schedule = simulate(tasks, SimulatedDevices("1x24GiB"))
-    assert starts(schedule) == {"a": 0.0, "b": 10.0}
-    assert schedule.makespan_s == 20.0
-
-
-def test_it_starts_again_in_the_same_moment_where_another_device_is_free() -> None:
-    tasks = [first_run("a", 10, 14), first_run("b", 10, 14)]
-    schedule = simulate(tasks, TWO, style="pack")
-    assert [(o.started_s, o.devices) for o in schedule.tasks] == [(0.0, (0,)), (0.0, (1,))]
-
-
-def test_a_first_run_that_held_more_than_a_device_has_can_never_run() -> None:
-    schedule = simulate([first_run("huge", 10, 30)], SimulatedDevices("1x24GiB"))
-    (outcome,) = schedule.tasks
-    assert outcome.started_s is None and "30GiB" in outcome.refusal
 
 
 def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
@@ -132,9 +80,7 @@ def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
 
 
 @pytest.mark.parametrize("expected_s", [600.0, None], ids=["ends are known", "they are not"])
-def test_a_stream_of_tasks_that_pass_does_not_keep_one_of_higher_priority_from_following_a_low_one(
-    expected_s: float | None,
-) -> None:
+def test_tasks_that_pass_do_not_starve_one_of_higher_priority(expected_s: float | None) -> None:
     stream = [
         task(f"middle {n}", 20, 2, arrival_s=11.0 + 2 * n, priority=5, expected_s=expected_s and 20)
         for n in range(600)
@@ -154,13 +100,10 @@ def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
         task("fine", 2, 1),
     ]
     schedule = simulate(tasks, TWO)
-    refusals = [o.refusal for o in schedule.tasks]
-    assert "larger than any device" in refusals[0]
-    assert refusals[1:] == [
-        "comes after 'huge', which can never run",
-        "comes after 'after it', which can never run",
-        "",
-    ]
+    first, second, third, fine = (o.refusal for o in schedule.tasks)
+    assert "larger than any device" in first
+    assert second == "comes after 'huge', which can never run"
+    assert (third, fine) == ("comes after 'after it', which can never run", "")
     assert [o.name for o in schedule.tasks if o.ended_s is not None] == ["fine"]
     assert schedule.makespan_s == 2.0
     none = simulate(tasks[:1], TWO)
@@ -186,7 +129,7 @@ def test_limits_on_the_number_of_tasks_are_kept() -> None:
         pytest.param([task("a", 5, 1, arrival_s=2.0), task("b", 3, 1, arrival_s=9.0), task("c", 4, 1, arrival_s=3.0, after=(0, 1))], 14, 12 / 48, 0, id="a chain, from the first arrival"),
     ],
 )  # fmt: skip
-def test_lower_bounds_of_a_schedule(
+def test_lower_bounds(
     tasks: list[ListedTask], chain_s: float, memory_s: float, large_s: float
 ) -> None:
     schedule = simulate(tasks, TWO)
@@ -253,9 +196,9 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     patience: Patience,
     max_tasks: int | None,
 ) -> None:
-    schedule = simulate(tasks, there, max_tasks, style=style, patience=patience)
-    again = simulate(tasks, there, max_tasks, style=style, patience=patience)
-    assert schedule == again, "the same every time"
+    asked = partial(simulate, tasks, there, max_tasks, style=style, patience=patience)
+    schedule = asked()
+    assert schedule == asked(), "the same every time"
     ran = [
         (each, o, o.started_s, o.ended_s)
         for each, o in zip(tasks, schedule.tasks, strict=True)
@@ -272,21 +215,16 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     if ran:
         assert schedule.makespan_s >= schedule.lower_bound_s * (1 - 1e-9)
     for moment in {started_s for _, _, started_s, _ in ran}:
-        held: dict[int, list[Request]] = {}
+        held: dict[int, list[ListedTask]] = {}
         for each, outcome, started_s, ended_s in ran:
             for device in outcome.devices if started_s <= moment < ended_s else ():
-                held.setdefault(device, []).append(each.request)
-        for device, requests in held.items():
+                held.setdefault(device, []).append(each)
+        for device, those in held.items():
             size = there.sizes_bytes[device]
-            assert sum(map(partial(least_bytes, size), requests)) <= size, "more than there is"
-            assert len(requests) == 1 or not any(r.exclusive for r in requests)
-            assert max_tasks is None or len(requests) <= max_tasks
-
-
-def least_bytes(size: int, request: Request) -> int:
-    if isinstance(request.memory, float):
-        return int(request.memory * size)
-    return request.memory if isinstance(request.memory, int) else size
+            least_bytes = sum(int(each.least_bytes(size)) for each in those)
+            assert least_bytes <= size, "more than there is"
+            assert len(those) == 1 or not any(each.request.exclusive for each in those)
+            assert max_tasks is None or len(those) <= max_tasks
 
 
 #: No two of one shape, which wait for one another, and all of one priority.
@@ -304,19 +242,10 @@ plain = st.lists(
 ).map(lambda tasks: list(starmap(unlike, enumerate(tasks))))
 
 
-def unlike(at: int, each: ListedTask, **asked: object) -> ListedTask:
+def unlike(at: int, each: ListedTask) -> ListedTask:
     """Return a task with some bytes more, which its name tells."""
     memory = (each.request.memory or 0) + at  # type: ignore[operator]
-    request = replace(each.request, task_name=f"{at}", memory=memory, **asked)  # type: ignore[arg-type]
-    return replace(each, request=request)
-
-
-def expecting(factor: float, tasks: list[ListedTask]) -> list[ListedTask]:
-    """Return tasks for one device whose expected durations are wrong by a factor."""
-    return [
-        replace(t, request=replace(t.request, expected_s=t.duration_s * factor, count=1))
-        for t in tasks
-    ]
+    return replace(each, request=replace(each.request, task_name=f"{at}", memory=memory))
 
 
 @given(
@@ -360,7 +289,10 @@ def test_with_right_durations_a_blocked_task_starts_when_it_was_expected(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulation, "Ledger", Promises)
         Promises.first_s.clear()
-        schedule = simulate(expecting(1.0, tasks), there, style=style, patience=patience)
+        known = [
+            replace(t, request=replace(t.request, expected_s=t.duration_s, count=1)) for t in tasks
+        ]
+        schedule = simulate(known, there, style=style, patience=patience)
     for outcome in schedule.tasks:
         assert outcome.started_s is not None
         assert outcome.started_s <= Promises.first_s.get(outcome.name, math.inf) + 1e-6
@@ -376,12 +308,3 @@ class Promises(Ledger):
             if entry.status.starts_s is not None:
                 self.first_s.setdefault(entry.request.task_name, entry.status.starts_s)
         return super().try_write(version, changes)
-
-
-@given(plain, st.sampled_from([0.1, 10.0]), st.integers(1, 3))
-def test_wrong_expectations_starve_no_task(
-    tasks: list[ListedTask], factor: float, count: int
-) -> None:
-    there = SimulatedDevices(f"{count}x24GiB")
-    schedule = simulate(expecting(factor, tasks), there, patience=PATIENCE)
-    assert not any(outcome.started_s is None for outcome in schedule.tasks)

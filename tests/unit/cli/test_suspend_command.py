@@ -46,16 +46,14 @@ def a_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flow:
     return flow
 
 
-def test_an_earlier_refusal_is_not_taken_for_an_answer(
-    a_flow: Flow, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_earlier_refusal_is_no_answer(a_flow: Flow, capsys: pytest.CaptureFixture[str]) -> None:
     a_flow.does = lambda: a_flow.ledger.set_suspension("a", "away: 1GiB", away=True)
     assert suspend("train") == 0
     assert a_flow.entry().held_back
     assert capsys.readouterr().out == "train: away: 1GiB\n"
 
 
-def test_what_was_not_suspended_is_resumed_at_once(
+def test_a_running_task_is_resumed_at_once(
     a_flow: Flow, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resume("train") == 0

@@ -18,6 +18,11 @@ from tests.fakes.fake_nvml import FakeGpu, FakeNvml
 
 TWO = DeviceSpec("simulated", simulated=SimulatedDevices("2x24GiB"))
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+#: An error that lists the devices.
+UNKNOWN = r"there are 0: GPU-. \(NVIDIA H200\)"
+
 
 @pytest.mark.parametrize(
     ("value", "spec"),
@@ -32,6 +37,7 @@ TWO = DeviceSpec("simulated", simulated=SimulatedDevices("2x24GiB"))
         ([0, "1"], DeviceSpec("nvml", ("0", "1"))),
         ((" 01 ", "GPU-1a2b"), DeviceSpec("nvml", ("1", "GPU-1a2b"))),
         ("0,1", DeviceSpec("nvml", ("0", "1"))),
+        ("1,GPU-1a", DeviceSpec("nvml", ("1", "GPU-1a"))),
         ("MIG-12", DeviceSpec("nvml", ("MIG-12",))),
     ],
 )
@@ -46,25 +52,10 @@ def test_accepted(value: object, spec: DeviceSpec) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "simulated:two",
-        "simulated:",
-        "simulated",
-        "simulated:0x24GiB",
-        "simulated:2x24",
-        "simulated:1x24GiB,",
-        "cuda",
-        "",
-        [],
-        [True],
-        [1.5],
-        [-1],
-        [0, "0"],
-        ["gpu0"],
-        0,
-        None,
-        b"auto",
+        *("simulated:two", "simulated:", "simulated", "simulated:0x24GiB", "simulated:2x24", "simulated:1x24GiB,"),
+        *("cuda", "", [], [True], [1.5], [-1], [0, "0"], ["gpu0"], 0, None, b"auto"),
     ],
-)
+)  # fmt: skip
 def test_refused_names_what_was_given_and_what_is_accepted(value: object) -> None:
     with pytest.raises(DeviceError) as caught:
         parse_spec(value)
@@ -72,18 +63,6 @@ def test_refused_names_what_was_given_and_what_is_accepted(value: object) -> Non
     given = value.partition(":")[2] if isinstance(value, str) else repr(value)
     assert given in str(caught.value)
     assert "accepted: " in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (DeviceSpec("auto"), "auto"),
-        (TWO, "simulated:2x24GiB"),
-        (DeviceSpec("nvml", ("1", "GPU-1a")), "1,GPU-1a"),
-    ],
-)
-def test_text_reads_back(spec: DeviceSpec, text: str) -> None:
-    assert parse_spec(text) == spec
 
 
 def test_nvml_is_imported_only_where_it_is_asked_for() -> None:
@@ -100,25 +79,25 @@ def nvml() -> FakeNvml:
     return fake
 
 
-def uuids(value: object, environ: dict[str, str], nvml: FakeNvml) -> list[str]:
-    reader = open_reader(parse_spec(value), environ)
+@pytest.mark.parametrize(
+    ("value", "visible", "uuids"),
+    [
+        pytest.param("auto", None, ["GPU-a", "GPU-b", "GPU-c"], id="auto is NVML where it answers"),
+        pytest.param("auto", "2,0", ["GPU-c", "GPU-a"], id="auto keeps to the visible devices"),
+        pytest.param([2, "GPU-a"], None, ["GPU-c", "GPU-a"], id="a list, in its order"),
+        pytest.param([1, 0], "2,1", ["GPU-b", "GPU-c"], id="a list among the visible devices"),
+    ],
+)
+def test_nvml(value: object, visible: str | None, uuids: list[str], nvml: FakeNvml) -> None:
+    reader = open_reader(parse_spec(value), {} if visible is None else {VISIBLE: visible})
     devices = reader.devices()
     reader.close()
-    assert [device.index for device in devices] == list(range(len(devices)))
+    assert [(device.index, device.uuid) for device in devices] == list(enumerate(uuids))
     assert nvml.started == 0
-    return [device.uuid for device in devices]
-
-
-def test_auto_is_nvml_where_it_answers(nvml: FakeNvml) -> None:
-    assert uuids("auto", {}, nvml) == ["GPU-a", "GPU-b", "GPU-c"]
-
-
-def test_auto_keeps_to_the_visible_devices(nvml: FakeNvml) -> None:
-    assert uuids("auto", {"CUDA_VISIBLE_DEVICES": "2,0"}, nvml) == ["GPU-c", "GPU-a"]
 
 
 @pytest.mark.parametrize("code", [9, 12])
-def test_auto_is_host_without_a_driver_and_says_nothing(
+def test_auto_is_host_without_a_driver(
     code: int, nvml: FakeNvml, caplog: pytest.LogCaptureFixture
 ) -> None:
     nvml.broken = code
@@ -127,9 +106,7 @@ def test_auto_is_host_without_a_driver_and_says_nothing(
     assert not caplog.records
 
 
-def test_auto_is_host_with_a_broken_driver_and_says_so(
-    nvml: FakeNvml, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_warns_of_a_broken_driver(nvml: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
     nvml.broken = 18
     assert open_reader(parse_spec("auto"), {}).kind == "host"
     assert "version mismatch" in caplog.text
@@ -141,40 +118,31 @@ def test_auto_is_host_if_no_device_is_visible(nvml: FakeNvml) -> None:
     assert nvml.started == 0
 
 
-def test_nvml_without_a_driver_says_what_answered_and_what_to_do(nvml: FakeNvml) -> None:
+@pytest.mark.parametrize(
+    ("value", "environ", "says"),
+    [
+        pytest.param("nvml", {VISIBLE: "9"}, r"CUDA_VISIBLE_DEVICES='9'.*'9' names no device", id="no visible device"),
+        pytest.param([1], {VISIBLE: "2"}, UNKNOWN, id="an unknown index"),
+        pytest.param(["GPU-a"], {VISIBLE: "2"}, UNKNOWN, id="an invisible device"),
+        pytest.param(["GPU-"], {VISIBLE: "1,2"}, UNKNOWN, id="an ambiguous prefix"),
+        pytest.param(["MIG-x"], {VISIBLE: "2"}, UNKNOWN, id="an unknown instance"),
+        pytest.param([0, "GPU-a"], {}, "GPU-a a second time", id="one device by two names"),
+    ],
+)  # fmt: skip
+def test_missing(value: object, environ: dict[str, str], says: str, nvml: FakeNvml) -> None:
+    with pytest.raises(DeviceError, match=says):
+        open_reader(parse_spec(value), environ)
+    assert nvml.started == 0
+
+
+def test_nvml_without_a_driver_or_without_any_device(nvml: FakeNvml) -> None:
     nvml.broken = 9
     with pytest.raises(DeviceError, match=r"Driver Not Loaded.*nvidia-smi.*devices='host'"):
         open_reader(parse_spec("nvml"), {})
-
-
-def test_nvml_without_a_visible_device_names_the_variable(nvml: FakeNvml) -> None:
-    with pytest.raises(DeviceError, match=r"CUDA_VISIBLE_DEVICES='9'.*'9' names no device"):
-        open_reader(parse_spec("nvml"), {"CUDA_VISIBLE_DEVICES": "9"})
-    assert nvml.started == 0
-
-
-def test_nvml_without_any_device(nvml: FakeNvml) -> None:
+    nvml.broken = None
     nvml.gpus.clear()
     with pytest.raises(DeviceError, match="NVML knows no device"):
         open_reader(parse_spec("nvml"), {})
-
-
-def test_a_list_chooses_among_the_visible_devices_in_its_order(nvml: FakeNvml) -> None:
-    assert uuids([2, "GPU-a"], {}, nvml) == ["GPU-c", "GPU-a"]
-    assert uuids([1, 0], {"CUDA_VISIBLE_DEVICES": "2,1"}, nvml) == ["GPU-b", "GPU-c"]
-
-
-@pytest.mark.parametrize("entry", [1, "GPU-a", "GPU-", "MIG-x"])
-def test_a_list_with_an_unknown_device_lists_those_there(entry: object, nvml: FakeNvml) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "2" if entry != "GPU-" else "1,2"}
-    with pytest.raises(DeviceError, match=r"there are 0: GPU-. \(NVIDIA H200\)"):
-        open_reader(parse_spec([entry]), environ)
-    assert nvml.started == 0
-
-
-def test_a_list_that_names_a_device_by_two_names(nvml: FakeNvml) -> None:
-    with pytest.raises(DeviceError, match="GPU-a a second time"):
-        open_reader(parse_spec([0, "GPU-a"]), {})
 
 
 def test_host_and_simulated_open_without_nvml() -> None:

@@ -50,91 +50,51 @@ def write(root: Path, cgroup: str, files: Mapping[str, object]) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("files", "left"),
-    [
-        ({"memory.max": 1000, "memory.high": "max", "memory.current": 800}, (1000, 500)),
-        ({"memory.max": 1000, "memory.high": 900, "memory.current": 800}, (900, 400)),
-        ({"memory.max": 1000, "memory.current": 2000}, (1000, 0)),
-        ({"memory.max": "max", "memory.high": "max", "memory.current": 800}, None),
-        ({}, None),
-    ],
-)
-def test_what_a_group_of_version_2_leaves(
-    machine: None, tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
-) -> None:
-    files = {f"job/{name}": value for name, value in {"memory.stat": STAT, **files}.items()}
-    memory = read_host_memory(write(tmp_path, "0::/job\n", files))
-    assert memory == (MACHINE if left is None else HostMemory(*left))
+def v2(**values: object) -> tuple[str, Mapping[str, object]]:
+    """Return the groups of this process, and files of its group, in version 2."""
+    files = {f"job/memory.{name}": value for name, value in values.items()}
+    return "0::/job\n", {"job/memory.stat": STAT, **files}
+
+
+def v1(**values: object) -> tuple[str, Mapping[str, object]]:
+    files = {f"memory/job/memory.{name}_in_bytes": value for name, value in values.items()}
+    return "9:cpu:/x\n4:memory:/job\n0::/\n", {"memory/job/memory.stat": STAT, **files}
 
 
 @pytest.mark.parametrize(
-    ("files", "left"),
+    ("groups", "total_bytes", "available_bytes"),
     [
-        ({"memory.limit_in_bytes": 1000, "memory.usage_in_bytes": 800}, (1000, 600)),
-        ({"memory.limit_in_bytes": 9223372036854771712, "memory.usage_in_bytes": 800}, None),
-        ({}, None),
+        pytest.param(v2(max=1000, high="max", current=800), 1000, 500, id="page cache counts as free"),
+        pytest.param(v2(max=1000, high=900, current=800), 900, 400, id="the high limit"),
+        pytest.param(v2(max=1000, current=2000), 1000, 0, id="more than the limit is used"),
+        pytest.param(v2(max="max", high="max", current=800), 64 * GIB, 40 * GIB, id="no limit"),
+        pytest.param(v2(), 64 * GIB, 40 * GIB, id="no files"),
+        pytest.param(v1(limit=1000, usage=800), 1000, 600, id="version 1"),
+        pytest.param(v1(limit=9223372036854771712, usage=800), 64 * GIB, 40 * GIB, id="version 1 without a limit"),
+        pytest.param(v1(), 64 * GIB, 40 * GIB, id="no files of version 1"),
+        pytest.param(("", {}), 64 * GIB, 40 * GIB, id="no groups"),
+        pytest.param(("0::/slice/job\n", {"slice/job/memory.max": 8 * GIB, "slice/memory.max": 4 * GIB}), 4 * GIB, 4 * GIB, id="an ancestor's limit is less"),
+        pytest.param(("0::/job\n", {"memory.max": 60 * GIB}), 60 * GIB, 40 * GIB, id="the machine has less available than its group allows"),
+        pytest.param(("4:cpu,memory:/a\n0::/b\n", {"memory/a/memory.limit_in_bytes": 8 * GIB, "b/memory.max": 4 * GIB}), 4 * GIB, 4 * GIB, id="both versions"),
+        pytest.param(("4:memory:/docker/abc\n", {"memory/memory.limit_in_bytes": 8 * GIB}), 8 * GIB, 8 * GIB, id="a container that sees its own part of the tree"),
+        pytest.param(("0::/../../elsewhere\n", {"memory.max": 8 * GIB}), 8 * GIB, 8 * GIB, id="a group outside of the namespace"),
     ],
-)
-def test_what_a_group_of_version_1_leaves(
-    machine: None, tmp_path: Path, files: Mapping[str, object], left: tuple[int, int] | None
-) -> None:
-    files = {f"memory/job/{name}": value for name, value in {"memory.stat": STAT, **files}.items()}
-    cgroup = "9:cpu:/x\n4:memory:/job\n0::/\n"
-    memory = read_host_memory(write(tmp_path, cgroup, files))
-    assert memory == (MACHINE if left is None else HostMemory(*left))
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "limits", "memory"),
-    [
-        pytest.param("", {}, MACHINE, id="no groups"),
-        pytest.param(
-            "0::/slice/job\n",
-            {"slice/job/memory.max": 8 * GIB, "slice/memory.max": 4 * GIB},
-            HostMemory(4 * GIB, 4 * GIB),
-            id="a group and its ancestor: the least bound holds",
-        ),
-        pytest.param(
-            "0::/job\n",
-            {"memory.max": 60 * GIB},
-            HostMemory(60 * GIB, 40 * GIB),
-            id="the machine has less available than its group allows",
-        ),
-        pytest.param(
-            "4:cpu,memory:/a\n0::/b\n",
-            {"memory/a/memory.limit_in_bytes": 8 * GIB, "b/memory.max": 4 * GIB},
-            HostMemory(4 * GIB, 4 * GIB),
-            id="both versions",
-        ),
-        pytest.param(
-            "4:memory:/docker/abc\n",
-            {"memory/memory.limit_in_bytes": 8 * GIB},
-            HostMemory(8 * GIB, 8 * GIB),
-            id="a container that sees its own part of the tree",
-        ),
-        pytest.param(
-            "0::/../../elsewhere\n",
-            {"memory.max": 8 * GIB},
-            HostMemory(8 * GIB, 8 * GIB),
-            id="a group outside of the namespace",
-        ),
-    ],
-)
+)  # fmt: skip
 def test_the_least_bound_of_all_groups_holds(
-    machine: None, tmp_path: Path, cgroup: str, limits: Mapping[str, object], memory: HostMemory
+    machine: None,
+    tmp_path: Path,
+    groups: tuple[str, Mapping[str, object]],
+    total_bytes: int,
+    available_bytes: int,
 ) -> None:
-    assert read_host_memory(write(tmp_path, cgroup, limits)) == memory
+    expected = HostMemory(total_bytes, available_bytes)
+    assert read_host_memory(write(tmp_path, *groups)) == expected
 
 
 def test_the_hosts_figures_are_psutils(tmp_path: Path) -> None:
     memory = read_host_memory(tmp_path)
     assert memory.total_bytes == psutil.virtual_memory().total
-    assert memory.available_bytes > 0
-
-
-def test_this_machine_has_memory_available() -> None:
-    assert read_host_available_bytes() > 0
+    assert memory.available_bytes > 0 and read_host_available_bytes() > 0
 
 
 @pytest.mark.parametrize(
@@ -153,12 +113,7 @@ def test_the_host_is_one_device(tmp_path: Path) -> None:
     processes, clock = FakeProcesses(), FakeClock()
     processes.add(100, used_bytes=2)
     machine = MACHINE
-    reader = HostReader(
-        "node",
-        lambda: machine,
-        ProcessTable(processes, clock),
-        clock,
-    )
+    reader = HostReader("node", lambda: machine, ProcessTable(processes, clock), clock)
     (device,) = reader.devices()
     (snapshot,) = reader.read([100])
 
@@ -188,20 +143,10 @@ def test_the_machines_counter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "cgroup", "name", "text"),
     [
-        (
-            2,
-            "0::/slice/job\n",
-            "memory.events",
-            "low 0\nhigh 9\nmax 7\noom 5\noom_kill {}\noom_group_kill 8\n",
-        ),
-        (
-            1,
-            "4:memory:/slice/job\n",
-            "memory.oom_control",
-            "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n",
-        ),
+        (2, "0::/slice/job\n", "memory.events", "low 0\nhigh 9\nmax 7\noom 5\noom_kill {}\noom_group_kill 8\n"),
+        (1, "4:memory:/slice/job\n", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"),
     ],
-)
+)  # fmt: skip
 def test_a_kill_in_our_group_or_in_one_above_it_raises_the_sum(
     tmp_path: Path, version: int, cgroup: str, name: str, text: str
 ) -> None:
@@ -229,28 +174,13 @@ def test_what_is_not_there_counts_as_none(tmp_path: Path, text: str) -> None:
         pytest.param("", {}, math.inf, id="no groups"),
         pytest.param("0::/job\n", {"job/cpu.max": "max 100000"}, math.inf, id="no limit"),
         pytest.param("0::/job\n", {"job/cpu.max": "150000 100000"}, 1.5, id="one and a half cores"),
-        pytest.param(
-            "0::/slice/job\n",
-            {"slice/job/cpu.max": "max 100000", "slice/cpu.max": "400000 100000"},
-            4.0,
-            id="an ancestor's limit holds",
-        ),
-        pytest.param(
-            "4:cpu,cpuacct:/job\n",
-            {"cpu/job/cpu.cfs_quota_us": 200000, "cpu/job/cpu.cfs_period_us": 100000},
-            2.0,
-            id="version 1",
-        ),
-        pytest.param(
-            "4:cpu,cpuacct:/job\n",
-            {"cpu/job/cpu.cfs_quota_us": -1, "cpu/job/cpu.cfs_period_us": 100000},
-            math.inf,
-            id="version 1 without a limit",
-        ),
+        pytest.param("0::/slice/job\n", {"slice/job/cpu.max": "max 100000", "slice/cpu.max": "400000 100000"}, 4.0, id="an ancestor's limit holds"),
+        pytest.param("4:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": 200000, "cpu/job/cpu.cfs_period_us": 100000}, 2.0, id="version 1"),
+        pytest.param("4:cpu,cpuacct:/job\n", {"cpu/job/cpu.cfs_quota_us": -1, "cpu/job/cpu.cfs_period_us": 100000}, math.inf, id="version 1 without a limit"),
         pytest.param("0::/job\n", {"job/cpu.max": "nonsense"}, math.inf, id="what is no quota"),
     ],
-)
-def test_control_groups_limit_the_cores(
+)  # fmt: skip
+def test_core_quotas(
     tmp_path: Path, cgroup: str, files: Mapping[str, object], cores: float
 ) -> None:
     assert read_core_quota(write(tmp_path, cgroup, files)) == cores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from prefect_gpu.clock import FakeClock
@@ -64,9 +66,7 @@ def test_a_device_is_described(rig: Rig) -> None:
         pytest.param(-1, 0, id="negative"),
     ],
 )
-def test_free_is_trusted_and_reserved_bounded(
-    rig: Rig, reserved_bytes: int, said_bytes: int
-) -> None:
+def test_free_is_trusted_reserved_bounded(rig: Rig, reserved_bytes: int, said_bytes: int) -> None:
     rig.nvml.gpus[0].reserved_bytes = reserved_bytes
     (snapshot,) = rig.read()
 
@@ -83,22 +83,12 @@ def test_version_1_of_the_memory_will_do(rig: Rig, code: int) -> None:
     assert (snapshot.free_bytes, snapshot.system_reserved_bytes) == (23 * GIB, 0)
 
 
-@pytest.mark.parametrize(("memory", "v2"), [(999, None), (None, 999)])
-def test_another_error_of_the_memory_is_the_devices(
-    rig: Rig, memory: int | None, v2: int | None
-) -> None:
+@pytest.mark.parametrize(("memory", "v2"), [(999, None), (None, 999), (999, 13)])
+def test_an_error_of_the_memory(rig: Rig, memory: int | None, v2: int | None) -> None:
     reader = rig.reader()
     reader.devices()
     rig.nvml.gpus[0].memory_error, rig.nvml.v2_error = memory, v2
     assert reader.read(ROOTS)[0].error == "Unknown Error (NVML error 999)"
-
-
-def test_an_error_of_version_1_of_the_memory_is_the_devices(rig: Rig) -> None:
-    reader = rig.reader()
-    reader.devices()
-    rig.nvml.v2_error = 13
-    rig.nvml.gpus[0].memory_error = 999
-    assert "Unknown" in reader.read(ROOTS)[0].error
 
 
 def test_processes_are_those_that_compute_and_those_that_draw(rig: Rig) -> None:
@@ -153,9 +143,7 @@ def test_an_older_driver_lists_processes_in_its_own_way(rig: Rig) -> None:
         pytest.param([15], [], "GPU is lost (NVML error 15)", id="lost while they are listed"),
     ],
 )
-def test_lists_of_processes_that_fail(
-    rig: Rig, errors: list[int], pids: list[int], said: str
-) -> None:
+def test_failing_lists(rig: Rig, errors: list[int], pids: list[int], said: str) -> None:
     gpu = rig.nvml.gpus[0]
     gpu.compute, gpu.graphics, gpu.process_errors = {100: 1}, {200: 1}, errors
     (snapshot,) = rig.read()
@@ -164,28 +152,20 @@ def test_lists_of_processes_that_fail(
     assert snapshot.error == said
 
 
-def mig_gpu() -> FakeGpu:
-    return FakeGpu(
-        "GPU-b",
-        instances=[
-            FakePart("MIG-1", "NVIDIA H200 MIG 1g.18gb", 16 * GIB, 15 * GIB, gpu_instance_id=1),
-            None,
-            FakePart("MIG-2", total_bytes=8 * GIB, free_bytes=8 * GIB, gpu_instance_id=2),
-        ],
-    )
+def mig_gpu(**first: Any) -> FakeGpu:
+    """Return a GPU with two instances. `first`: fields of the first instance."""
+    one = FakePart("MIG-1", "NVIDIA H200 MIG 1g.18gb", 16 * GIB, 15 * GIB, gpu_instance_id=1)
+    two = FakePart("MIG-2", total_bytes=8 * GIB, free_bytes=8 * GIB, gpu_instance_id=2)
+    for name, value in first.items():
+        setattr(one, name, value)
+    return FakeGpu("GPU-b", instances=[one, None, two])
 
 
 def test_mig_instances_take_the_place_of_their_gpu() -> None:
-    rig = Rig(FakeGpu("GPU-a"), mig_gpu())
-    assert rig.nvml.gpus[1].instances
-    instance = rig.nvml.gpus[1].instances[0]
-    assert instance is not None
-    instance.compute = {100: GIB}
-    snapshots = rig.read()
+    snapshots = Rig(FakeGpu("GPU-a"), mig_gpu(compute={100: GIB})).read()
 
-    assert [
-        (s.device.uuid, s.device.index, s.device.nvml_index, s.device.name) for s in snapshots
-    ] == [
+    devices = [s.device for s in snapshots]
+    assert [(d.uuid, d.index, d.nvml_index, d.name) for d in devices] == [
         ("GPU-a", 0, 0, "NVIDIA H200"),
         ("MIG-1", 1, 1, "NVIDIA H200 MIG 1g.18gb"),
         ("MIG-2", 2, 1, "NVIDIA H200 MIG"),
@@ -195,12 +175,8 @@ def test_mig_instances_take_the_place_of_their_gpu() -> None:
 
 
 def test_mig_instances_may_have_no_name() -> None:
-    rig = Rig(mig_gpu())
-    assert rig.nvml.gpus[0].instances
-    instance = rig.nvml.gpus[0].instances[0]
-    assert instance is not None
-    instance.name_error = 3
-    assert rig.reader().devices()[0].name == "NVIDIA H200 MIG"
+    (first, _) = Rig(mig_gpu(name_error=3)).reader().devices()
+    assert first.name == "NVIDIA H200 MIG"
 
 
 def test_mig_instances_are_visible_in_the_old_notation() -> None:
@@ -209,16 +185,9 @@ def test_mig_instances_are_visible_in_the_old_notation() -> None:
     assert [device.uuid for device in rig.reader().devices()] == ["MIG-2"]
 
 
-def test_a_gpu_that_does_not_tell_its_mig_mode_or_instances_is_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    broken = mig_gpu()
-    assert broken.instances
-    assert broken.instances[0] is not None
-    broken.instances[0].error = 999
-    rig = Rig(FakeGpu("GPU-x", mig_mode_error=999), broken, FakeGpu("GPU-a"))
-
-    (device,) = rig.reader().devices()
+def test_a_gpu_with_an_unknown_mig_mode_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    gpus = (FakeGpu("GPU-x", mig_mode_error=999), mig_gpu(error=999), FakeGpu("GPU-a"))
+    (device,) = Rig(*gpus).reader().devices()
     assert (device.uuid, device.index, device.nvml_index) == ("GPU-a", 0, 2)
     assert "GPU 0 is left out" in caplog.text
 
@@ -319,23 +288,16 @@ def test_the_fake_has_the_codes_and_functions_of_the_bindings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("percent", "error", "busy"),
+    ("percent", "code", "busy", "error"),
     [
-        pytest.param(93, None, 0.93, id="it tells"),
-        pytest.param(0, None, 0.0, id="idle"),
-        pytest.param(50, 3, None, id="not supported, as on MIG instances"),
-        pytest.param(50, 999, None, id="another error sets no device aside"),
+        pytest.param(93, None, 0.93, "", id="it tells"),
+        pytest.param(0, None, 0.0, "", id="idle"),
+        pytest.param(50, 3, None, "", id="not supported, as on MIG instances"),
+        pytest.param(50, 999, None, "", id="another error sets no device aside"),
+        pytest.param(50, 15, None, "GPU is lost (NVML error 15)", id="lost"),
     ],
 )
-def test_how_busy_a_device_is(
-    rig: Rig, percent: int, error: int | None, busy: float | None
-) -> None:
-    rig.nvml.gpus[0].busy_percent, rig.nvml.gpus[0].busy_error = percent, error
+def test_busy(rig: Rig, percent: int, code: int | None, busy: float | None, error: str) -> None:
+    rig.nvml.gpus[0].busy_percent, rig.nvml.gpus[0].busy_error = percent, code
     (snapshot,) = rig.read()
-    assert (snapshot.busy_fraction, snapshot.error) == (busy, "")
-
-
-def test_a_device_that_is_lost_when_asked_how_busy_it_is_is_lost(rig: Rig) -> None:
-    rig.nvml.gpus[0].busy_error = 15
-    (snapshot,) = rig.read()
-    assert "GPU is lost" in snapshot.error
+    assert (snapshot.busy_fraction, snapshot.error) == (busy, error)

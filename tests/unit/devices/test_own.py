@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ UUIDS = ("GPU-b", "GPU-a")
 class Rig:
     """This process on two devices of a fake NVML, in a fake process table."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self.processes = FakeProcesses()
         self.processes.add(PID)
         self.processes.add(PID + 1, parent=PID, session=PID)
@@ -33,22 +32,19 @@ class Rig:
 
     def _open(self, uuids: Sequence[str]) -> NvmlReader:
         self.opened += 1
-        table = ProcessTable(self.processes, FakeClock())
-        return NvmlReader(",".join(uuids), table=table)
+        return NvmlReader(",".join(uuids), table=ProcessTable(self.processes, FakeClock()))
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Rig:
-    return Rig(tmp_path)
+def rig() -> Rig:
+    return Rig()
 
 
 def test_each_device_lists_the_memory_of_the_process_and_its_children(rig: Rig) -> None:
     rig.nvml.gpus[0].compute = {PID: 3 * GIB, PID + 1: GIB, 4242: 9 * GIB}
     rig.nvml.gpus[1].compute = {PID: 2 * GIB}
-    assert rig.own.read() == (
-        OwnUse("GPU-b", 2 * GIB, 5 * GIB),
-        OwnUse("GPU-a", 4 * GIB, 23 * GIB),
-    )
+    both = (OwnUse("GPU-b", 2 * GIB, 5 * GIB), OwnUse("GPU-a", 4 * GIB, 23 * GIB))
+    assert rig.own.read() == both
 
 
 def test_nothing_is_opened_before_the_first_question_and_once_only(rig: Rig) -> None:

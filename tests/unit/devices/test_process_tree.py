@@ -7,12 +7,7 @@ import os
 import pytest
 
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.devices.process_tree import (
-    MAX_DEPTH,
-    SCAN_INTERVAL_S,
-    HostProcesses,
-    ProcessTable,
-)
+from prefect_gpu.devices.process_tree import MAX_DEPTH, SCAN_INTERVAL_S, HostProcesses, ProcessTable
 from prefect_gpu.scheduling.model import ProcessUse
 from tests.fakes.fake_processes import FakeProcesses
 
@@ -170,7 +165,7 @@ def test_a_process_that_does_not_exist_is_not_found(pid: int) -> None:
 @pytest.mark.parametrize(
     ("link", "initial"), [("pid:[4026531836]", True), ("pid:[4026532265]", False)]
 )
-def test_process_ids_in_a_container_are_not_the_hosts(
+def test_process_ids_in_a_container(
     monkeypatch: pytest.MonkeyPatch, link: str, initial: bool
 ) -> None:
     monkeypatch.setattr(os, "readlink", lambda path: link)

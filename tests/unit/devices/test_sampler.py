@@ -5,15 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.host import HostMemory, HostReader
-from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, Sampler
+from prefect_gpu.devices.sampler import MAX_BACK_OFF_S, WINDOW_S, Sampler, Utilisation
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Reading
 from tests.fakes.fake_devices import FakeDevices
+from tests.unit.scheduling.values import snapshot
 
 
 class GateReader:
@@ -106,9 +108,8 @@ def test_the_machines_memory_is_read_once_where_it_is_the_device() -> None:
     published: queue.Queue[Reading] = queue.Queue()
     device = HostReader("here", memory)
     read.clear()
-    sampler = Sampler(
-        device, lambda: (), published.put, read_host_available=lambda: read.append("twice") or 0
-    )
+    twice = lambda: read.append("twice") or 0  # noqa: E731
+    sampler = Sampler(device, tuple, published.put, read_host_available=twice)
     sampler.refresh()
     reading = published.get(timeout=DEADLOCK_S)
     sampler.stop()
@@ -166,9 +167,7 @@ def test_repeated_failures_back_off_to_a_limit(rig: Rig) -> None:
     assert rig.next().error == ""
 
 
-def test_an_internal_error_is_reported_as_an_error(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_internal_error_is_reported(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def raises() -> int:
         raise ZeroDivisionError("oops")
 
@@ -178,9 +177,7 @@ def test_an_internal_error_is_reported_as_an_error(
     assert "could not be read" in caplog.text
 
 
-def test_a_publish_that_raises_does_not_end_the_readings(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_publish_that_raises_does_not_end_the_readings(caplog: pytest.LogCaptureFixture) -> None:
     seen: queue.Queue[float] = queue.Queue()
 
     def publish(reading: Reading) -> None:
@@ -232,3 +229,35 @@ def test_readings_have_the_utilization_since_the_last_one(rig: Rig) -> None:
     rig.device.busy.clear()
     rig.sampler.refresh()
     assert rig.next().snapshots[0].busy_fraction is None
+
+
+# The mean of the last readings.
+
+
+def test_one_instant_does_not_decide() -> None:
+    utilisation = Utilisation()
+    told = [
+        utilisation.smooth(replace(snapshot(), at_s=at, busy_fraction=busy)).busy_fraction
+        for at, busy in ((0.0, 0.0), (1.0, 1.0), (2.0, 0.5), (WINDOW_S + 1.5, 0.9))
+    ]
+    assert told == [0.0, 0.5, 0.5, pytest.approx(0.7)], "readings of the window only"
+
+
+def test_devices_are_distinguished_and_log_again_after_a_recovery() -> None:
+    utilisation = Utilisation()
+
+    def smooth(*busy: float | None) -> list[float | None]:
+        taken = [replace(snapshot(i), busy_fraction=b) for i, b in enumerate(busy)]
+        return [each.busy_fraction for each in map(utilisation.smooth, taken)]
+
+    assert smooth(1.0, 0.0) == [1.0, 0.0]
+    assert smooth(None, 1.0) == [None, 0.5]
+    assert smooth(0.2, None) == [0.2, None]
+
+
+def test_a_lost_device_has_no_processes() -> None:
+    utilisation = Utilisation()
+    utilisation.smooth(replace(snapshot(), busy_fraction=1.0))
+    lost = replace(snapshot(error="lost"), busy_fraction=1.0)
+    assert utilisation.smooth(lost) == lost
+    assert utilisation.smooth(replace(snapshot(), busy_fraction=0.1)).busy_fraction == 0.1

@@ -11,6 +11,8 @@ from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import shared_folder
 from prefect_gpu.devices.shared_folder import BEAT_S, SILENT_S, SharedFolder
 
+Patch = pytest.MonkeyPatch
+
 
 def test_a_name_that_leads_elsewhere_removes_no_file_there(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
@@ -31,9 +33,7 @@ def test_a_file_that_is_held_stays_and_another_is_removed(tmp_path: Path) -> Non
     assert not (tmp_path / "a").exists()
 
 
-def test_a_file_that_was_removed_before_it_was_locked_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_removed_before_its_lock_is_made_again(tmp_path: Path, monkeypatch: Patch) -> None:
     lock = shared_folder._try_lock
     tries: list[bool] = []
 
@@ -50,9 +50,7 @@ def test_a_file_that_was_removed_before_it_was_locked_is_made_again(
     assert folder.is_held("a")
 
 
-def test_a_file_that_may_not_be_removed_is_held_no_longer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_removed_is_not_held(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "a").touch()
 
     def refuse(*_: object, **__: object) -> None:
@@ -62,9 +60,7 @@ def test_a_file_that_may_not_be_removed_is_held_no_longer(
     assert not SharedFolder(tmp_path).is_held("a")
 
 
-def test_a_file_is_made_without_an_open_of_one_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_made_without_opening_another(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = SharedFolder(tmp_path)
     folder.make_file("a")
     opened: list[object] = []
@@ -83,9 +79,7 @@ def test_a_file_is_made_without_an_open_of_one_that_is_there(
         folder.make_file("link")
 
 
-def test_a_lock_that_a_stopped_process_keeps_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_a_stopped_process_is_waited_for(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(shared_folder, "LOCKED_S", 0.02)
     folder = SharedFolder(tmp_path)
     said = r"has kept the lock 'it' in .* for more than 0.02 s"
@@ -137,9 +131,7 @@ def test_after_a_pause_of_the_whole_machine_nobody_is_silent_at_once(tmp_path: P
     assert not looks.is_silent("a")
 
 
-def test_the_file_of_another_user_takes_the_current_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_of_another_user_takes_the_current_time(tmp_path: Path, monkeypatch: Patch) -> None:
     folder = SharedFolder(tmp_path)
     hold = folder.hold("a")
     assert hold is not None

@@ -15,19 +15,12 @@ C1 = "MIG-aaaa0000-0000-0000-0000-000000000001"
 C2 = "MIG-bbbb0000-0000-0000-0000-000000000002"
 
 
-def candidate(
-    uuid: str, nvml_index: int, gpu_uuid: str = "", ids: tuple[int, int] | None = None
-) -> Candidate:
+def candidate(uuid: str, nvml_index: int, gpu_uuid: str = "", instance: int = 0) -> Candidate:
     device = Device(uuid, -1, "a GPU", GIB, "nvml", "here", nvml_index)
-    return Candidate(device, gpu_uuid or uuid, ids)
+    return Candidate(device, gpu_uuid or uuid, (instance, 0) if instance else None)
 
 
-MACHINE = (
-    candidate(A, 0),
-    candidate(B, 1),
-    candidate(C1, 2, C, (1, 0)),
-    candidate(C2, 2, C, (2, 0)),
-)
+MACHINE = (candidate(A, 0), candidate(B, 1), candidate(C1, 2, C, 1), candidate(C2, 2, C, 2))
 ALL = (A, B, C1, C2)
 
 
@@ -86,15 +79,9 @@ def test_an_exact_uuid_wins_over_longer_ones() -> None:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [
-        ("", "empty"),
-        ("0,9", "'9' names no device"),
-        ("1,1", "names GPU-1a2b9999-0000-0000-0000-000000000002 twice"),
-        ("0,1", ""),
-    ],
+    [("", "empty"), ("0,9", "'9' names no device"), ("1,1", f"names {B} twice"), ("0,1", "")],
 )
 def test_reason_names_the_entry(value: str, said: str) -> None:
     _, reason = parse_visible(value, MACHINE)
-
     assert said in reason
     assert bool(said) == bool(reason)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 import prefect_gpu
 from prefect_gpu.cli.commands import main
-from prefect_gpu.cli.terminal_markdown import TerminalMarkdown
+from prefect_gpu.cli.terminal import TerminalMarkdown
 from prefect_gpu.errors import ReportError
 from prefect_gpu.reports import published
 from prefect_gpu.reports.publish import flow_artifact, task_artifact

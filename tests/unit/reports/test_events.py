@@ -1,4 +1,4 @@
-"""Which events a process leaves, what they say, and what an automation can compare."""
+"""The events of a process: names, payloads, and the labels that an automation compares."""
 
 from __future__ import annotations
 

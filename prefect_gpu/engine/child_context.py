@@ -24,18 +24,8 @@ from prefect_gpu.errors import ResultError
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
 
-#: Attributes of tasks and flows that only the parent's engine uses.
-ONLY_HERE = (
-    "on_completion_hooks",
-    "on_failure_hooks",
-    "on_running_hooks",
-    "on_rollback_hooks",
-    "on_commit_hooks",
-    "on_cancellation_hooks",
-    "on_crashed_hooks",
-    "retry_condition_fn",
-    "cache_key_fn",
-)
+#: Functions of tasks that only the parent's engine uses, in addition to hooks of tasks and flows.
+ONLY_HERE = ("retry_condition_fn", "cache_key_fn")
 
 
 def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[str, Any]:
@@ -116,9 +106,11 @@ def _travelling(runnable: Any) -> Any:
     # A flow's function may refer to anything in its script (locks, clients, models), which would be pickled for each
     # task or refuse to be. The body itself is in the call.
     light.fn = _runs_elsewhere
-    for name in ONLY_HERE:
-        if name in light.__dict__:
-            setattr(light, name, [] if name.endswith("_hooks") else None)
+    for name in [*vars(light)]:
+        if name.endswith("_hooks"):
+            setattr(light, name, [])
+        elif name in ONLY_HERE:
+            setattr(light, name, None)
     return light
 
 

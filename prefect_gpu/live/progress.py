@@ -18,7 +18,7 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Most devices, waiting and running task runs in a view, and running ones even in the smallest terminal.
+#: Most devices, waiting and running task runs in a view, and running task runs in the smallest terminal.
 MOST_DEVICES, MOST_WAITING, MOST_RUNNING, LEAST_RUNNING = 8, 3, 10, 2
 
 
@@ -50,7 +50,7 @@ class RunCounts:
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:
-    """One task run that has its devices."""
+    """A task run that has its devices."""
 
     name: str
     #: Labels of its devices.
@@ -71,7 +71,7 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class WaitingTask:
-    """One task run that waits for a device."""
+    """A task run that waits for a device."""
 
     #: Place in the queue, lowest first.
     order: tuple[int, int]
@@ -84,13 +84,13 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class FlowProgress:
-    """The content of a view: of one flow, or the sum of several flows of a process (`combine`)."""
+    """The content of a view: one flow, or the sum of several flows of a process (`combine`)."""
 
     counts: RunCounts
     devices: Sequence[DeviceState] = ()
     #: In the order of placement.
     running: Sequence[RunningTask] = ()
-    #: The first ones in the queue, in order.
+    #: The first waiting task runs of the queue, in order.
     waiting: Sequence[WaitingTask] = ()
 
 

@@ -61,7 +61,7 @@ class LowerLines:
             stream.write = functools.partial(self._take, stream)  # type: ignore[method-assign]
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw these lines in place of the present ones. Long lines are cut, and lines without room left out."""
+        """Replace the drawn lines. Long lines are cut, and lines without room are left out."""
         with self._lock:
             if not self.open:
                 return

@@ -123,7 +123,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
         return f"{reached}."
     if tag.size_bytes is None:
         return f"{reached}; {tag.why}, so {NO_TAG_HELPS}."
-    return f"{reached}: write {tag_words(tag)}."
+    return f"{reached}: write {tag.write_words}."
 
 
 def _fragmentation(report: TaskReport) -> str:
@@ -203,7 +203,7 @@ def _pinched(report: TaskReport, tag: TagAdvice | None) -> str:
     took = "" if steps.step_s is None else f" (a step took {format_seconds(steps.step_s)})"
     return (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
-        f"{times} after the first step, which costs time{took}: see if {tag_words(tag)} is faster."
+        f"{times} after the first step, which costs time{took}: see if {tag.write_words} is faster."
     )
 
 
@@ -224,9 +224,9 @@ def _uses_torch(report: TaskReport) -> bool:
 class TagAdvice:
     """A `gpu:memory` tag to write for a task."""
 
-    #: Bytes on each device; `None`: no size helps.
+    #: Bytes on each device; `None`: no size helps or is known.
     size_bytes: int | None
-    #: In markdown: a tag, or the text that no tag helps.
+    #: In markdown: a tag, a bound, or the text that no tag helps. Empty: nothing is known.
     write: str
     #: Measurement behind the size, as text.
     why: str
@@ -240,10 +240,10 @@ class TagAdvice:
         """Sort key: the advice with the largest need is last."""
         return math.inf if self.size_bytes is None else self.size_bytes
 
-
-def tag_words(tag: TagAdvice | TaskTags) -> str:
-    """Return a tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
-    return tag.write if tag.size_bytes is None else tag.write + ONLY_ON[tag.device_kind]
+    @property
+    def write_words(self) -> str:
+        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
 
 def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
@@ -280,7 +280,7 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
 
 
 def _has_no_more(report: TaskReport) -> bool:
-    """Return whether a process had all that a device can give, or its request could not be met by any."""
+    """Return whether a process had the largest possible budget, or needed more than that."""
     most = report.most_bytes
     if most is None:
         return False
@@ -291,7 +291,7 @@ def _has_no_more(report: TaskReport) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskTags:
+class TaskTags(TagAdvice):
     """Advice on the tag of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
@@ -305,21 +305,6 @@ class TaskTags:
     budgets_bytes: tuple[int, int]
     #: Sources of these budgets: "tag", "learned" and "probe".
     budget_sources: tuple[str, ...]
-    #: In markdown: the tag, the text that no tag helps, or a bound. Empty: nothing is known.
-    write: str
-    #: Bytes of the tag; `None`: no tag.
-    size_bytes: int | None
-    #: Measurement behind the size, as text.
-    why: str
-    #: The tag of its newest flow run is near enough.
-    fits: bool
-    #: Kind of the devices on which memory was measured.
-    device_kind: DeviceKind
-
-    @property
-    def write_words(self) -> str:
-        """See `tag_words`."""
-        return tag_words(self)
 
     @property
     def saved_bytes(self) -> int | None:
@@ -378,14 +363,13 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
     most = max(advices, key=lambda advice: advice.rank, default=None)
     newest = max(group, key=lambda report: report.placed_at).flow_run_id
     last = [report for report in group if report.flow_run_id == newest]
-    fits, size = False, None
+    size = None if most is None else most.size_bytes
+    fits = False
     if most is not None:
         write, why = most.write, most.why
         why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
-        if most.size_bytes is not None:
-            size = most.size_bytes
-            now = [report for report in counted if report.flow_run_id == newest]
-            fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
+        now = [report for report in counted if report.flow_run_id == newest]
+        fits = bool(size and now) and all(_may_stay(report, size or 0) for report in now)
     elif any(report.outcome == "oom" and not report.cause for report in group):
         largest = max(group, key=lambda report: report.budget_bytes)
         write, why = f"more than {format_bytes(largest.budget_bytes)}", "none completed"
@@ -459,8 +443,8 @@ def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:
 
 
 def _without_probes(group: list[TaskReport]) -> list[TaskReport]:
-    # On an empty device a probe takes up to 2.7 times what the task needs (ResNet-50 on an H200). A
-    # probe without evidence of steps counts only if no other run completed.
+    # On an empty device a probe takes up to 2.7 times the task's need (ResNet-50 on an H200). A probe without
+    # evidence of steps counts only if no other run completed.
     if all(r.budget_source == "probe" for r in group if r.outcome == "completed"):
         return group
     return [r for r in group if r.budget_source != "probe" or _is_steady(r)]

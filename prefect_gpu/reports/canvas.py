@@ -89,7 +89,7 @@ def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
     """Return about `steps` round times from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
-    # Few labels for a task of years, too.
+    # The last step is four weeks: a task of years also has few labels.
     step *= max(1, math.ceil(end_s / step / (2 * steps)))
     return [(i * step, time_label(i * step)) for i in range(int(end_s / step + 1e-9) + 1)]
 
@@ -179,16 +179,14 @@ class Canvas:
     def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
         """Draw coloured squares with words around height `y`, as many as fit. An entry is words, colour and opacity."""
         x, left = 20.0, list(entries)
-        while left:
-            words, colour, opacity = left[0]
+        for at, (words, colour, opacity) in enumerate(left):
             width = 22 + text_width(words, 13)
             if x + width > self._drawing.width - 20:
-                self.text(x, y + 5, f"+ {len(left)}", fill=MUTED)
+                self.text(x, y + 5, f"+ {len(left) - at}", fill=MUTED)
                 return
             self.rect(x, y - 6, 16, 12, colour, opacity=opacity, stroke=colour, radius=2)
             self.text(x + 22, y + 5, words)
             x += width + 12
-            del left[0]
 
     def svg(self) -> str:
         """Return the finished image."""

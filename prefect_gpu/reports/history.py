@@ -84,7 +84,7 @@ class MemoryHistory:
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
-        """Add runs before and after the kept ones, each run once; return all kept runs."""
+        """Add newer and older runs to the kept runs, each run once; return the kept runs."""
         with self._lock:
             kept = (*newer, *self._runs.get(key, ()))
             self._runs[key] = kept = (*kept, *(run for run in older if run not in kept))[:KEPT_RUNS]
@@ -204,7 +204,7 @@ def publish_run(
 
 @dataclass(frozen=True, slots=True)
 class KeptHistory:
-    """One history in the API."""
+    """A history in the API."""
 
     artifact_key: str
     key: HistoryKey

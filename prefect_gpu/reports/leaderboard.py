@@ -24,7 +24,7 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class LeaderboardRow:
-    """One entry of a leaderboard."""
+    """An entry of a leaderboard."""
 
     name: str
     #: Value of the metric; `None`: the run has none.

@@ -10,14 +10,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from prefect_gpu.measurements import Mark, StepFacts, Suspension
-from prefect_gpu.reports.advice import (
-    TagAdvice,
-    advise,
-    tag_advice,
-    tag_words,
-    tags_table,
-    task_tags,
-)
+from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table, task_tags
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import (
     clean_name,
@@ -34,7 +27,6 @@ from prefect_gpu.reports.model import (
     OUTCOME_WORDS,
     OUTCOMES,
     BudgetSource,
-    Outcome,
     Source,
     TaskReport,
     UnstartedRun,
@@ -212,7 +204,7 @@ def _tag_words(tag: TagAdvice | None, report: TaskReport) -> str:
     """Return a tag and its reason; empty: the tag fits, or a later process may show more."""
     if tag is None or tag.fits or report.next_words:
         return ""
-    return f"{tag_words(tag)} ({tag.why})"
+    return f"{tag.write_words} ({tag.why})"
 
 
 def _step_words(steps: StepFacts | None) -> str:
@@ -297,7 +289,7 @@ def _phase(mark: Mark) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One task run of a flow run."""
+    """A task run of a flow run."""
 
     #: Report of its last process, or the task run without a process.
     end: TaskReport | UnstartedRun
@@ -307,10 +299,6 @@ class _Run:
     @property
     def last(self) -> TaskReport | None:
         return self.attempts[-1] if self.attempts else None
-
-    @property
-    def outcome(self) -> Outcome:
-        return self.end.outcome
 
     @property
     def tries(self) -> int:
@@ -372,7 +360,7 @@ def flow_metadata(
 ) -> dict[str, str]:
     """Return the totals of a flow run as strings, as `TaskReport.metadata` does for one process."""
     runs = _task_runs(reports, unstarted)
-    outcomes: list[str] = [run.outcome for run in runs]
+    outcomes: list[str] = [run.end.outcome for run in runs]
     return {
         # 2: outcomes count task runs. 1: outcomes counted processes.
         "schema": "2",
@@ -395,7 +383,7 @@ def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRu
     runs = _task_runs(reports, unstarted)
     if not runs:
         return "No GPU task ran."
-    states = [OUTCOMES[run.outcome].state for run in runs]
+    states = [OUTCOMES[run.end.outcome].state for run in runs]
     known = dict.fromkeys(words.state for words in OUTCOMES.values())
     counts = [f"{states.count(state)} {state}" for state in known if state in states]
     text = f"{_many(len(runs), 'task run')}: {', '.join(counts)}"
@@ -417,7 +405,7 @@ def _attention(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> list
         for report in run.attempts
         if report.leaked_bytes
     ]
-    failures = [_failure(run, link) for run in runs if run.outcome != "completed"]
+    failures = [_failure(run, link) for run in runs if run.end.outcome != "completed"]
     above = [
         f"- **Above its budget**: {_name(run, link)} took {format_bytes(over)} more than its "
         f"{format_bytes(report.budget_total_bytes)}"
@@ -445,13 +433,13 @@ def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
 
 def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
     """Return a task run's end, with `first` applied to its state: `completed, recovered after 2 retries`."""
-    state = first(OUTCOMES[run.outcome].state)
-    if run.outcome == "completed":
+    state = first(OUTCOMES[run.end.outcome].state)
+    if run.end.outcome == "completed":
         retries = f", recovered after {_many(run.tries - 1, 'retry', 'retries')}"
         return state + (retries if run.tries > 1 else "")
     words = f"**{state}**"
-    if run.outcome in ("oom", "timeout"):
-        words += f", {OUTCOME_WORDS[run.outcome]}"
+    if run.end.outcome in ("oom", "timeout"):
+        words += f", {OUTCOME_WORDS[run.end.outcome]}"
     if not run.attempts:
         words += ", no process was started"
     return words + (f", after {run.tries} attempts" if run.tries > 1 else "")
@@ -471,7 +459,7 @@ def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
     # Few columns: the v1 UI does not wrap cells. Task runs have reports of their own.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
     # Task runs that did not complete are kept first; the kept rows are shown in order.
-    ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].outcome == "completed")
+    ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].end.outcome == "completed")
     rows = [
         (str(number), _name(run, link), _state_words(run), *_last_process(run))
         for number, run in sorted(ranked[:ROW_LIMIT], key=lambda each: each[0])

@@ -82,7 +82,7 @@ class ProcessPeak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a process ended. Only the engine's thread sets it."""
+    """The end of a process. Only the engine's thread sets it."""
 
     outcome: Outcome
     #: The error on one line. Empty: there was none.
@@ -249,7 +249,7 @@ class TaskReport(Verdict):
 
 
 class Kind(NamedTuple):
-    """How a figure is written as text and read back."""
+    """The text form of a figure."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
@@ -439,7 +439,7 @@ def past_run(report: TaskReport) -> PastRun:
     steps = report.steps
     if steps and not steps.alike:
         steps = replace(steps, steady_live_bytes=None)
-    # The budget of a probe that shared its device does not show what the task needs.
+    # The budget of a probe that shared its device says nothing about the task's need.
     shared_probe = report.budget_source == "probe" and report.cap_bytes is not None
     known = replace(
         report,

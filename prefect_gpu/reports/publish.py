@@ -192,7 +192,7 @@ def cut_values(metadata: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call for the publisher's thread."""
+    """A call for the publisher's thread."""
 
     #: Called again after a failure.
     call: Callable[[SyncPrefectClient], object]
@@ -339,12 +339,14 @@ class Publisher:
             thread = self._thread
             # Not `Thread.join`: before Python 3.13 an interrupted `join` marks the thread as ended.
             # Once it was given up, the thread may still wait for the API.
-            waits = thread is not None and not self._ended
-            if not waits or not self._changed.wait_for(self._is_done, timeout_s):
+            if (
+                thread is None
+                or self._ended
+                or not self._changed.wait_for(self._is_done, timeout_s)
+            ):
                 self.end(f"the API took longer than {timeout_s:g}s")
                 return
-        if thread is not None:
-            thread.join()
+        thread.join()
         self.end("")
 
     def _is_done(self) -> bool:

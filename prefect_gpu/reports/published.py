@@ -64,7 +64,7 @@ section { margin: 1rem 0 1rem 1.2rem; }
 summary { cursor: pointer; }
 """
 
-#: First characters of a formula in spreadsheets. East Asian ones accept the wide characters, too.
+#: First characters of a formula in spreadsheets. East Asian spreadsheets accept also the wide characters.
 _FORMULA = tuple("=+-@＝＋－＠")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 
@@ -112,7 +112,7 @@ class FlowRunReport:
     flow_run_id: UUID
     #: Name of the flow run's state, such as "Completed".
     state: str
-    #: The report of the whole, in GitHub markdown; empty: it is not published yet.
+    #: The flow's report in GitHub markdown; empty: it is not published yet.
     markdown: str = field(repr=False)
     figures: Mapping[str, str]
     #: In the order of publication.

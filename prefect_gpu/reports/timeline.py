@@ -334,7 +334,7 @@ def _left_out_words(devices: int, processes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """One process on one device."""
+    """A process on a device."""
 
     #: Number of the task run in the flow's table, from 1.
     number: int
@@ -350,7 +350,7 @@ class _Bar:
 
 
 class _Lane:
-    """One device: its bars in tracks that do not overlap, and its memory over time."""
+    """A device: its bars in tracks without overlaps, and its memory over time."""
 
     def __init__(
         self, device: Device, numbered: Iterable[tuple[int, TaskReport]], start: float, most: int
@@ -381,7 +381,7 @@ def _reserved(bars: Iterable[_Bar], device: Device) -> _Series:
         end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
         changes += [(bar.at_s, size), (end_s, -size)]
     # The caps of probes that share a device add up to more.
-    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
+    return _sum_up(changes, device.total_bytes)
 
 
 def _used(bars: Iterable[_Bar], device: Device) -> _Series:
@@ -400,16 +400,14 @@ def _used(bars: Iterable[_Bar], device: Device) -> _Series:
             before = size
         changes.append((max(bar.end_s, bar.at_s + points[-1][0]), -before))
     # A point of a compact report is the largest of several readings: a sum of processes is only a bound.
-    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
+    return _sum_up(changes, device.total_bytes)
 
 
-def _sum_up(changes: _Series) -> _Series:
-    """Return the level after each change, in order of time."""
-    levels: dict[float, int] = {}
-    level = 0
-    for at_s, change in sorted(changes):
-        level += change
-        levels[at_s] = level
+def _sum_up(changes: _Series, most_bytes: int) -> _Series:
+    """Return the level after each change, at most `most_bytes`, in order of time."""
+    changes = sorted(changes)
+    sizes = itertools.accumulate(map(_amount, changes))
+    levels = {at_s: min(size, most_bytes) for (at_s, _), size in zip(changes, sizes, strict=True)}
     return list(levels.items())
 
 

@@ -196,7 +196,7 @@ def with_body(
 ) -> Task[..., Any]:
     """Return a copy of a task with another synchronous body, for Prefect's engine to run in a thread.
 
-    Errors of this package show the user's line that submitted the task: their traceback has no other line of the user's.
+    An error of this package shows the user's line that submitted the task: its traceback has no other line of the user.
     """
     shadow = copy.copy(task)
 

@@ -91,7 +91,7 @@ class Verdict:
     cause: Cause | Literal[""] = ""
     #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
     wanted_bytes: int | None = None
-    #: Memory of the next process of the task run, and the reason, as text. Empty: the runner starts no process by itself.
+    #: Memory of the next process of the task run, and the reason, as text. Empty: the runner starts none.
     next_words: str = ""
     #: Bytes of each device that the next process gets. `None`: a whole device, or there is no next process.
     next_budget_bytes: int | None = None

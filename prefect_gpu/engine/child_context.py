@@ -24,18 +24,8 @@ from prefect_gpu.errors import ResultError
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
 
-#: Attributes of tasks and flows that only the parent's engine uses.
-ONLY_HERE = (
-    "on_completion_hooks",
-    "on_failure_hooks",
-    "on_running_hooks",
-    "on_rollback_hooks",
-    "on_commit_hooks",
-    "on_cancellation_hooks",
-    "on_crashed_hooks",
-    "retry_condition_fn",
-    "cache_key_fn",
-)
+#: Functions of tasks that only the parent's engine uses, in addition to hooks of tasks and flows.
+ONLY_HERE = ("retry_condition_fn", "cache_key_fn")
 
 
 def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[str, Any]:
@@ -56,8 +46,7 @@ def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[st
         flow_run_context["parameters"] = flow_run.parameters or {}
         if flow_run_context.get("flow") is not None:
             flow_run_context["flow"] = _travelling(flow_run_context["flow"])
-    tags = context.get("tags_context")
-    if tags:
+    if tags := context.get("tags_context"):
         # A task that is submitted from inside has its own tags.
         tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
     assets = AssetContext.get()
@@ -117,9 +106,11 @@ def _travelling(runnable: Any) -> Any:
     # A flow's function may refer to anything in its script (locks, clients, models), which would be pickled for each
     # task or refuse to be. The body itself is in the call.
     light.fn = _runs_elsewhere
-    for name in ONLY_HERE:
-        if name in light.__dict__:
-            setattr(light, name, [] if name.endswith("_hooks") else None)
+    for name in [*vars(light)]:
+        if name.endswith("_hooks"):
+            setattr(light, name, [])
+        elif name in ONLY_HERE:
+            setattr(light, name, None)
     return light
 
 
@@ -130,10 +121,8 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
 def without_parameters(
     context: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a child's context without parameters, the parameters of the task, and the parameters of its flow.
-
-    The parameters are the call's own argument objects. Pickled together with the call, each object is sent once.
-    """
+    """Return a child's context without parameters, the parameters of the task, and the parameters of its flow."""
+    # The parameters are the call's own argument objects. Pickled together with the call, each object is sent once.
     parameters: dict[str, dict[str, Any]] = {}
     for name in ("task_run_context", "flow_run_context"):
         run = context.get(name) or {}
@@ -150,16 +139,11 @@ def logs_need_prefect(task: Task[..., Any]) -> bool:
     task.
     """
     logs = get_current_settings().logging
-    return (
-        should_log_prints(task)
-        or bool(logs.extra_loggers)
-        or logs.config_path.exists()
-        # Prefect reads levels, handlers and `propagate` of loggers from these variables.
-        or any(
-            name.startswith(("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_"))
-            for name in os.environ
-        )
-    )
+    if should_log_prints(task) or logs.extra_loggers or logs.config_path.exists():
+        return True
+    # Prefect reads levels, handlers and `propagate` of loggers from these variables.
+    variables = ("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_")
+    return any(name.startswith(variables) for name in os.environ)
 
 
 def prefect_log_level() -> str:

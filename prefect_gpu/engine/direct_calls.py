@@ -4,7 +4,7 @@ No task runner sees a direct call or a background task under Prefect's own `serv
 Prefect's engine, which is wrapped here: the only attribute of Prefect that this package replaces.
 
 `prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so this module imports
-neither `runner` nor `devices`. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
+neither `runner` nor `devices`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefect_gpu.policy import is_gpu_tag
 #: Prefect's own engines. A task runner runs GPU tasks in a subclass.
 _PREFECTS = (SyncTaskRunEngine, AsyncTaskRunEngine)
 
-#: GPU tasks that were warned of, by flow run and task name; the flow run is `None` outside a flow.
+#: GPU tasks with a warning, by flow run and task name; the flow run is `None` outside a flow.
 _warned: dict[tuple[UUID | None, str], object] = {}
 
 
@@ -51,24 +51,21 @@ def is_first_warning(task_name: str) -> bool:
 
 
 def _warn_of_direct_call(log: Any, task_name: str, has_runner: bool) -> None:
-    around = current_allocation() is not None
-    where = "the process of the GPU task around it" if around else "the flow's own process"
-    has = (
-        "on its device and within its memory budget"
-        if around
-        else "without a device or a memory budget of its own"
-    )
+    where = "the flow's own process"
+    has = "without a device or a memory budget of its own"
+    if current_allocation() is not None:
+        where = "the process of the GPU task around it"
+        has = "on its device and within its memory budget"
     if has_runner:
-        text = (
-            "GPU task %r was called directly: it runs in %s, %s. Call it with .submit() or .map()."
-        )
-        log.warning(text, task_name, where, has)
+        text = "was called directly: it runs in %s, %s. Call it with .submit() or .map()."
+        log.warning(f"GPU task %r {text}", task_name, where, has)
     else:
-        text = (
+        log.warning(
             "GPU task %r runs in %s, and its gpu tags have no effect: its flow has another task runner. Write "
-            "@flow(task_runner=GPUTaskRunner())."
+            "@flow(task_runner=GPUTaskRunner()).",
+            task_name,
+            where,
         )
-        log.warning(text, task_name, where)
 
 
 def _warn_of_serve(task_name: str) -> None:

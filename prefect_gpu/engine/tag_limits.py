@@ -2,10 +2,8 @@
 
 Before each body, Prefect's engine requests a slot of each tag, and caches for 5 s that a set of tags has no limit. A
 request is a write: a server on SQLite that was busy with a thousand task runs refused it for more than the 62 s for
-which Prefect's client tries again, and the task run crashed (Prefect 3.8.8). Reading the limits is no write. The
-answer is put into Prefect's cache.
-
-Prefect's server still enforces the limits: a task with a limited tag requests its slot as usual.
+which Prefect's client tries again, and the task run crashed (Prefect 3.8.8). Here the limits are read, and the answer
+is put into Prefect's cache. A task with a limited tag requests its slot as usual.
 """
 
 from __future__ import annotations
@@ -27,12 +25,7 @@ _PAGE = 200
 
 
 class TagLimits:
-    """The names that have a concurrency limit. Safe to use from several threads.
-
-    Args:
-        lend: Returns an API client for use in a `with` block.
-        clock: Real time by default.
-    """
+    """The names with a concurrency limit. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -47,7 +40,7 @@ class TagLimits:
         self._until_s = 0.0
 
     def note_unlimited(self, tags: Iterable[str]) -> None:
-        """Tell Prefect's cache if none of a task run's tags has a limit; without an answer of the API do nothing."""
+        """Tell Prefect's cache if none of a task run's tags has a limit. Without an answer of the API, do nothing."""
         names = frozenset(f"tag:{tag}" for tag in tags)
         with self._lock:
             if self._clock.now() >= self._until_s:

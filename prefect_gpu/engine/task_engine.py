@@ -1,7 +1,7 @@
 """Subclasses of Prefect's engine for the task runs of a task runner, and the call that runs one to its final state.
 
 `GPUTaskRunEngine` runs a copy of a GPU task, made by `with_body`. `RunnerTaskRunEngine` runs synchronous tasks without
-a `gpu` tag in the runner's threads. No attribute of Prefect's classes is replaced. Tracebacks are in `tracebacks`.
+a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks`.
 """
 
 from __future__ import annotations
@@ -47,12 +47,7 @@ _OF_ENGINE = ("parameters", "task_run", "wait_for", "context")
 
 
 class CancelledByRunner(BaseException):
-    """Ends Prefect's engine for one task run, because its flow has ended.
-
-    Args:
-        message: Of the final state.
-        crashed: The final state is `Crashed`, as the flow run's; otherwise `Cancelled`.
-    """
+    """Ends Prefect's engine for one task run, because its flow has ended, in state `Cancelled` or `Crashed`."""
 
     def __init__(
         self, message: str = "the flow ended before this task", crashed: bool = False
@@ -65,19 +60,23 @@ class CancelledByRunner(BaseException):
         return (Crashed if self.crashed else Cancelled)(message=str(self))
 
 
+#: Messages of states by the error that ended the flow's engine, as Prefect has them.
+_ENDINGS: Mapping[type[BaseException], str] = {
+    TerminationSignal: "Execution was aborted by a termination signal.",
+    KeyboardInterrupt: "Execution was aborted by an interrupt signal.",
+    CancelledError: "Execution was cancelled by the runtime environment.",
+}
+
+
 def ended_by(error: BaseException | None) -> CancelledByRunner:
     """Return how a flow's tasks end after the flow's engine was ended by `error`; `None`: its function failed."""
-    if isinstance(error, TerminationSignal):
-        # A worker or `serve` sets the intent before it sends the signal (Prefect 3.8.8).
-        if getattr(flow_engine, "_termination_intent", lambda: "")() == "cancel":
-            return CancelledByRunner("the flow run was cancelled")
-        return CancelledByRunner("Execution was aborted by a termination signal.", crashed=True)
-    if isinstance(error, KeyboardInterrupt):
-        return CancelledByRunner("Execution was aborted by an interrupt signal.", crashed=True)
-    if isinstance(error, CancelledError):
-        return CancelledByRunner(
-            "Execution was cancelled by the runtime environment.", crashed=True
-        )
+    # A worker or `serve` sets the intent before it sends the signal (Prefect 3.8.8).
+    intent = getattr(flow_engine, "_termination_intent", lambda: "")
+    if isinstance(error, TerminationSignal) and intent() == "cancel":
+        return CancelledByRunner("the flow run was cancelled")
+    for kind, message in _ENDINGS.items():
+        if isinstance(error, kind):
+            return CancelledByRunner(message, crashed=True)
     return CancelledByRunner()
 
 
@@ -86,10 +85,7 @@ NOTE = "prefect_gpu: "
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an error of a task run out of memory. The note is shown in the task run's state, too.
-
-    Python 3.10 does not show notes in a traceback.
-    """
+    """Add a note to an out-of-memory error. Python 3.10 does not show notes in a traceback."""
     if sys.version_info >= (3, 11):
         error.add_note(NOTE + text)
     else:
@@ -99,10 +95,8 @@ def add_note(error: BaseException, text: str) -> None:
 class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
     """Prefect's engine for one task run that ends with its task runner.
 
-    Args:
-        pause: Waits for a number of seconds; raises `CancelledByRunner` once the runner ends.
-        task: The task.
-        arguments: Other arguments of Prefect's `run_task_sync`.
+    `pause` waits for a number of seconds, and raises `CancelledByRunner` once the runner ends. `arguments` are further
+    arguments of Prefect's `run_task_sync`.
     """
 
     def __init__(
@@ -113,14 +107,14 @@ class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
         self._pause = pause
 
     def wait_until_ready(self) -> None:
-        """Wait until the next retry or the end of the runner, which could not interrupt Prefect's own sleep."""
+        """Wait until the next retry or the end of the runner. The runner could not interrupt Prefect's own sleep."""
         retry_at = self.state.state_details.scheduled_time
         if retry_at is not None:
             self._pause(retry_at.timestamp() - time.time())
         super().wait_until_ready()
 
     def handle_crash(self, exc: BaseException) -> None:
-        """Set the final state. For a task run that the runner ended it is no crash, and no error is logged."""
+        """Set the final state. A task run that the runner ended has not crashed, and no error is logged."""
         if not isinstance(exc, CancelledByRunner):
             super().handle_crash(exc)
             return
@@ -154,11 +148,7 @@ def is_hopeless(error: object) -> bool:
 
 
 class GPUTaskRunEngine(RunnerTaskRunEngine):
-    """Prefect's engine for one GPU task.
-
-    `limits` knows which tags have a concurrency limit, `task` is from `with_body`. For the others see
-    `RunnerTaskRunEngine`.
-    """
+    """Prefect's engine for one GPU task from `with_body`."""
 
     def __init__(
         self,
@@ -202,17 +192,11 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
 
 
 def with_body(
-    task: Task[..., Any],
-    body: Callable[..., Any],
-    submitted_at: CallingLine | None = None,
+    task: Task[..., Any], body: Callable[..., Any], submitted_at: CallingLine | None = None
 ) -> Task[..., Any]:
-    """Return a copy of a task with another body, for Prefect's engine to run in a thread.
+    """Return a copy of a task with another synchronous body, for Prefect's engine to run in a thread.
 
-    Args:
-        task: The user's task; it is not changed.
-        body: Called synchronously in place of `task.fn`, with the same arguments.
-        submitted_at: The user's line that submitted the task: shown with errors of this package, whose traceback has
-            no other line of the user's.
+    An error of this package shows the user's line that submitted the task: its traceback has no other line of the user.
     """
     shadow = copy.copy(task)
 
@@ -241,12 +225,12 @@ def with_body(
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:
-    """Run a task run to its final state on an engine that was not started; `arguments` are those of `run_task_sync`.
+    """Run a task run to its final state, as Prefect's `run_task_sync` does with these arguments.
 
-    Prefect's function checks after the body whether the flow run is to be suspended. Here a completed task run keeps
-    its value, and the flow is suspended at its next call of Prefect. A crash of the task run, or a failure of the
-    engine before the body, is raised.
+    A crash of the task run, or a failure of the engine before the body, is raised.
     """
+    # Prefect's function checks after the body whether the flow run is to be suspended. Here a completed task run keeps
+    # its value, and the flow is suspended at its next call of Prefect.
     with engine.start(
         task_run_id=arguments.get("task_run_id"), dependencies=arguments.get("dependencies")
     ):
@@ -268,11 +252,7 @@ def run_engine(
     arguments: Mapping[str, Any],
     pause: Callable[[float], object],
 ) -> State[Any]:
-    """Run a GPU task to its end, in this thread and its context; return the final state, crashes included.
-
-    The engine uses the API client of `client`. `limits`, `task`, `arguments` and `pause` are those of
-    `GPUTaskRunEngine`.
-    """
+    """Run a GPU task to its end, in this thread and its context; return the final state, crashes included."""
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
     engine = GPUTaskRunEngine(pause, limits, task, arguments)
@@ -283,11 +263,9 @@ def run_engine(
         # engine, or the end of the runner, crashes this task run alone.
         ended = None if engine.task_run is None else engine.task_run.state
         if ended is None or not ended.is_final():
-            ended = (
-                error.state()
-                if isinstance(error, CancelledByRunner)
-                else Crashed(message=f"Execution was interrupted: {error!r}", data=error)
-            )
+            ended = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
+            if isinstance(error, CancelledByRunner):
+                ended = error.state()
         if not isinstance(ended.data, Exception):
             kind = CancelledRun if ended.is_cancelled() else CrashedRun
             ended.data = kind(ended.message or str(error))

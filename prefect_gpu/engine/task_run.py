@@ -1,6 +1,6 @@
 """The task run on an engine's thread: its log, its events, and its states while it waits for a device.
 
-Its context for a child is in `child_context`, the engine in `task_engine`.
+The engine is in `task_engine`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import MIB, format_bytes
 
-#: Name of the state of a task run that waits for a device.
-AWAITING = "AwaitingGPU"
-
-#: Name of the state of a task run that has waited, from its placement to the body's first line.
-STARTING = "Starting"
-
+#: Names of the states of a task run that waits for a device, and from its placement to the body's first line.
+AWAITING, STARTING = "AwaitingGPU", "Starting"
 
 #: Bytes of arguments from which Prefect's hash of them is logged: it takes 0.75 s, on two cores (Prefect 3.8.8).
 LARGE_ARGUMENTS_BYTES = 256 * MIB
@@ -49,10 +45,7 @@ def hashes_inputs(task: Task[..., Any]) -> bool:
 
 
 class EngineRun:
-    """The task run of this thread's engine. For that thread, unless a method says otherwise.
-
-    Args:
-        task: The user's own task. The engine runs the copy made by `with_body`.
+    """The task run of this thread's engine, of the user's own `task`. For that thread, unless a method says otherwise.
 
     Raises:
         RuntimeError: This thread runs no task.
@@ -125,22 +118,19 @@ class EngineRun:
     def emit(self, event: GPUEvent) -> None:
         """Emit an event about the task run. From any thread; does not wait for the API."""
         run = self.task_run
-        related = [
-            *({**device_resource(d), "prefect.resource.role": DEVICE_ROLE} for d in event.devices),
-            # As in Prefect's own events of a task run. Prefect adds the flow run, its flow and its tags.
-            *(
-                {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
-                for tag in sorted(run.tags)
-            ),
-        ]
+        role = "prefect.resource.role"
+        devices = [{**device_resource(device), role: DEVICE_ROLE} for device in event.devices]
+        # As in Prefect's own events of a task run. Prefect adds the flow run, its flow and its tags.
+        tags = [{"prefect.resource.id": f"prefect.tag.{t}", role: "tag"} for t in sorted(run.tags)]
         resource = {
             "prefect.resource.id": f"prefect.task-run.{run.id}",
             "prefect.resource.name": run.name,
             **event.labels,
         }
         # A context is entered by one thread at a time.
+        payload = {**event.payload}
         self._around.copy().run(
-            emit_event, event.name, resource, related=related, payload={**event.payload}
+            emit_event, event.name, resource, related=[*devices, *tags], payload=payload
         )
 
     def show_awaiting(self, reason: Reason) -> None:
@@ -180,8 +170,6 @@ class EngineRun:
         emit_task_run_state_change_event(
             task_run=task_run, initial_state=before, validated_state=state
         )
-
-    # Its child.
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
         """Serialise the task run's context for a child; also return whether the body's prints go to the run's log."""

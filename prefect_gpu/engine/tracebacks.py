@@ -28,29 +28,22 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
 
 def attach_traceback(error: BaseException, text: str) -> None:
     """Attach a child's traceback, as text, as the first cause of an exception, which may have causes of its own."""
-    seen: set[int] = set()
-    while (before := _shown_before(error)) is not None and id(before) not in seen:
-        seen.add(id(error))
-        error = before
-    error.__cause__ = ChildTraceback(text)
+    _shown(error)[-1].__cause__ = ChildTraceback(text)
 
 
-def _shown_before(error: BaseException) -> BaseException | None:
-    """Return the exception that a traceback shows above another; `None`: there is none, or `raise ... from None`."""
-    if error.__cause__ is not None or error.__suppress_context__:
-        return error.__cause__
-    return error.__context__
+def _shown(error: BaseException | None) -> list[BaseException]:
+    """Return an exception and its causes, in the order in which a traceback shows them from below."""
+    found: list[BaseException] = []
+    while error is not None and not any(error is each for each in found):
+        found.append(error)
+        hidden = error.__cause__ is not None or error.__suppress_context__
+        error = error.__cause__ if hidden else error.__context__
+    return found
 
 
 def has_traceback(error: BaseException | None) -> bool:
     """Return whether `attach_traceback` was called with the exception."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        if isinstance(error, ChildTraceback):
-            return True
-        seen.add(id(error))
-        error = _shown_before(error)
-    return False
+    return any(isinstance(each, ChildTraceback) for each in _shown(error))
 
 
 def speaks_for_itself(error: Exception) -> bool:

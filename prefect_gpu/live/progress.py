@@ -1,8 +1,4 @@
-"""The progress of a running flow: values, the words of its progress artifact, and the lines of its live view. Pure.
-
-`reports.publish` sends the words to Prefect's API, `view` draws the lines, and `table` draws devices here and for
-`prefect-gpu status`.
-"""
+"""The progress of a running flow: values, the words of its progress artifact, and the lines of its live view. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +18,8 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Most devices and waiting task runs in a view.
-MOST_DEVICES = 8
-MOST_WAITING = 3
-
-#: Most running task runs in a view, and the number shown even in the smallest terminal.
-MOST_RUNNING = 10
-LEAST_RUNNING = 2
+#: Most devices, waiting and running task runs in a view, and running task runs in the smallest terminal.
+MOST_DEVICES, MOST_WAITING, MOST_RUNNING, LEAST_RUNNING = 8, 3, 10, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class RunCounts:
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:
-    """One task run that has its devices."""
+    """A task run that has its devices."""
 
     name: str
     #: Labels of its devices.
@@ -80,7 +71,7 @@ class RunningTask:
 
 @dataclass(frozen=True, slots=True)
 class WaitingTask:
-    """One task run that waits for a device."""
+    """A task run that waits for a device."""
 
     #: Place in the queue, lowest first.
     order: tuple[int, int]
@@ -93,13 +84,13 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class FlowProgress:
-    """The content of a view: of one flow, or the sum of several flows of a process (`combine`)."""
+    """The content of a view: one flow, or the sum of several flows of a process (`combine`)."""
 
     counts: RunCounts
     devices: Sequence[DeviceState] = ()
     #: In the order of placement.
     running: Sequence[RunningTask] = ()
-    #: The first ones in the queue, in order.
+    #: The first waiting task runs of the queue, in order.
     waiting: Sequence[WaitingTask] = ()
 
 
@@ -110,13 +101,14 @@ def combine(parts: Sequence[FlowProgress]) -> FlowProgress:
     ended: Counter[str] = Counter()
     for part in parts:
         ended.update(part.counts.ended)
+    counts = [part.counts for part in parts]
     return FlowProgress(
         RunCounts(
-            sum(part.counts.submitted for part in parts),
-            sum(part.counts.running for part in parts),
-            sum(part.counts.waiting for part in parts),
+            sum(each.submitted for each in counts),
+            sum(each.running for each in counts),
+            sum(each.waiting for each in counts),
             ended,
-            all(part.counts.over for part in parts),
+            all(each.over for each in counts),
         ),
         # Flows may share devices.
         tuple({each.device.key: each for part in parts for each in part.devices}.values()),

@@ -1,8 +1,7 @@
 """The live view of a flow: the last lines of a terminal show devices, and running and waiting task runs.
 
-Other text of this process stays whole above the view. `LowerLines` replaces the `write` of both streams, so it sees
-the text of `print`, loggers, Prefect's console and children. A progress bar or live display of another program moves
-the cursor: the view then ends. `progress` makes the lines.
+Other text of this process stays whole above the view: `LowerLines` replaces the `write` of both streams. A progress
+bar or live display of another program moves the cursor: the view then ends. `progress` makes the lines.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 FIRST_S = 1.0
 REFRESH_S = 0.5
 
-#: Sequences that move the cursor or erase text, except line ends: another program draws. Colours do neither.
+#: Sequences of another display: they move the cursor or erase text. Line ends and colours are no such sequences.
 DRAWING = re.compile(r"\r(?!\n)|\x08|\x1b(?:[78M]|\[[0-9;?]*[A-HJKSTfhlsu])")
 
 #: Colours and invisible characters.
@@ -41,9 +40,7 @@ UNSEEN = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f]")
 class LowerLines:
     """The last lines of a terminal, below other text of this process. Safe to use from several threads.
 
-    Args:
-        terminal: The stream that is drawn on.
-        streams: Streams of the same terminal whose text goes above the lines, `terminal` included.
+    Text of all `streams` of the terminal goes above the lines, which are drawn on the stream `terminal`.
     """
 
     def __init__(self, terminal: io.TextIOWrapper, streams: Sequence[io.TextIOWrapper]) -> None:
@@ -64,7 +61,7 @@ class LowerLines:
             stream.write = functools.partial(self._take, stream)  # type: ignore[method-assign]
 
     def show(self, lines: Sequence[str]) -> None:
-        """Draw these lines in place of the present ones. Long lines are cut, and lines without room left out."""
+        """Replace the drawn lines. Long lines are cut, and lines without room are left out."""
         with self._lock:
             if not self.open:
                 return
@@ -121,7 +118,8 @@ class LowerLines:
         # A terminal that became narrower has wrapped the lines.
         width = self._width()
         height = sum(max(1, -(-cell_len(line) // width)) for line in self._drawn)
-        return "\r" + (f"\x1b[{height - 1}A" if height > 1 else "") + "\x1b[J"
+        up = f"\x1b[{height - 1}A" if height > 1 else ""
+        return f"\r{up}\x1b[J"
 
     def _put(self, text: str) -> None:
         io.TextIOWrapper.write(self.terminal, text)
@@ -144,20 +142,17 @@ def _cut(line: str, width: int) -> str:
 
 def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
     """Open the lines on the terminal of `stderr`, with `stdout` if that is the same; `None`: do not draw there."""
-    if not _is_plain(stderr) or other_display():
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown") or other_display():
         return None
-    if os.environ.get("TERM", "") in ("", "dumb", "unknown") or not in_foreground(stderr):
+    if not (_is_plain(stderr) and in_foreground(stderr) and _has_size(stderr)):
         return None
-    if not _has_size(stderr):
+    if stdout is None or not stdout.isatty():
+        return LowerLines(stderr, [stderr])
+    if not _is_plain(stdout):
+        # A display of another program has replaced the stream.
         return None
-    streams = [stderr]
-    if stdout is not None and stdout.isatty():
-        if not _is_plain(stdout):
-            # A display of another program has replaced the stream.
-            return None
-        if os.ttyname(stdout.fileno()) == os.ttyname(stderr.fileno()):
-            streams.append(stdout)
-    return LowerLines(stderr, streams)
+    same = os.ttyname(stdout.fileno()) == os.ttyname(stderr.fileno())
+    return LowerLines(stderr, [stderr, stdout] if same else [stderr])
 
 
 def _is_plain(stream: Any) -> bool:
@@ -211,10 +206,10 @@ class LiveView:
             if not first:
                 return
             try:
-                self._lines = lines = open_lower_lines(sys.stdout, sys.stderr)
-                if lines is not None:
+                self._lines = open_lower_lines(sys.stdout, sys.stderr)
+                if self._lines is not None:
                     self._ended = threading.Event()
-                    run = functools.partial(self._run, lines, self._ended)
+                    run = functools.partial(self._run, self._lines, self._ended)
                     start_thread(run, "prefect-gpu-live-view")
             except (CapacityError, OSError, ValueError) as error:
                 logger.debug("there is no live view: %s", error)

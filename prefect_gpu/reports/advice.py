@@ -1,19 +1,18 @@
 """Advice for the next run of a task, from the reports of its processes.
 
-`advise` covers one process: why it ran out of memory, leaks, fragmentation. `tag_advice` chooses the tag of a task
-run, and `task_tags` the tags of a flow's tasks: for each the largest need of its task runs. Budgets of tasks without a
-tag are computed in `scheduling.history`, retries after an out-of-memory in `scheduling.ladder`.
+`advise` covers one process, `tag_advice` the tag of a task run, `task_tags` the tags of a flow's tasks. Budgets of
+tasks without a tag are computed in `scheduling.history`, retries after an out-of-memory in `scheduling.ladder`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
 from prefect_gpu.reports.markup import escape, percent, table
-from prefect_gpu.reports.model import TaskReport, past_run
+from prefect_gpu.reports.model import OUTCOMES, TaskReport, past_run
 from prefect_gpu.scheduling.history import (
     LIVE_FACTOR,
     LIVE_MARGIN_BYTES,
@@ -36,8 +35,8 @@ from prefect_gpu.units import (
     size_in_tag,
 )
 
-#: Smallest unused memory of an allocator that is reported, in bytes and as a fraction of all that it holds. Less is
-#: the rounding of segments, which every training has.
+#: Smallest unused memory of an allocator that is reported, in bytes and as a fraction of its memory. Less is the
+#: rounding of segments, which every training has.
 FRAGMENTED_BYTES = 256 * MIB
 FRAGMENTED_FRACTION = 0.15
 
@@ -56,74 +55,55 @@ NEAR_FRACTION = 0.1
 #: Text in place of a tag if no size helps.
 NO_TAG_HELPS = "no tag helps: it must take less"
 
-#: Words for runs that did not complete.
-_ENDED: Mapping[str, str] = {
-    "failed": "failed",
-    "died": "died",
-    "timeout": "timed out",
-    "cancelled": "was cancelled",
+#: Advice by the cause of an out-of-memory error, with the used memory as `{used}`.
+_CAUSES: Mapping[str, str] = {
+    "foreign": (
+        "Processes outside prefect_gpu took the memory that was reserved for it; {used}. A larger "
+        "tag does not help: wait until they end, name other devices (`gpu:device`), or let the "
+        "runner keep more memory free for them (`headroom=`)."
+    ),
+    "crowded": (
+        "Tasks on the same device took more than they had reserved; {used}. The flow's report "
+        "names the tasks above their budget: give them a larger `gpu:memory` or end them with "
+        "`gpu:enforce=kill`; `gpu:exclusive` keeps this task alone."
+    ),
+    "host": (
+        "The machine's own memory, or that of its container or job (control group), ran out, not "
+        "the device's: load less of the data at a time, "
+        "start fewer data loader workers, or let fewer tasks run at once (`max_processes=`)."
+    ),
+    "unknown": (
+        "It was killed for an unknown reason; {used}. The kernel's log (`journalctl -k`) shows "
+        "whether the machine's memory may have been the reason."
+    ),
 }
 
-
-# -- sentences about one process -----------------------------------------------------------------
+_TAKE_LESS = (
+    "A smaller batch helps in most programs: `prefect_gpu.find_batch_size` finds the largest "
+    "that fits. So does mixed precision and, in training, gradient accumulation or activation "
+    'checkpointing. `with prefect_gpu.phase("forward"):` shows which part takes the memory.'
+)
 
 
 def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
-    """Return sentences in markdown that help the next process, most useful first; empty: no measurement calls for any.
+    """Return sentences in markdown that help the next process, most useful first.
 
-    Args:
-        report: Of the process.
-        tag: From `tag_advice` for the task run; `None`: no tag is known.
+    `tag` is the `tag_advice` of the task run.
     """
-    return tuple(_sentences(report, tag))
-
-
-def _sentences(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
-    yield from _cause(report, tag)
+    found = [_cause(report, tag)]
     if report.cause == "own_cap" or (report.outcome == "oom" and report.cause in ("", "crowded")):
         # After other causes a smaller need would not have helped: other processes took the memory.
-        yield from _fragmentation(report)
-        yield from _leak(report)
-        yield (
-            "A smaller batch helps in most programs: `prefect_gpu.find_batch_size` finds the largest "
-            "that fits. So does mixed precision and, in training, gradient accumulation or activation "
-            'checkpointing. `with prefect_gpu.phase("forward"):` shows which part takes the memory.'
-        )
-        return
-    yield from _overshoot(report)
-    yield from _leak(report)
-    if report.outcome == "completed":
-        yield from _pinched(report, tag)
+        found += [_fragmentation(report), _leak(report), _TAKE_LESS]
+    else:
+        found += [_overshoot(report), _leak(report), _pinched(report, tag)]
+    return tuple(filter(None, found))
 
 
-def _cause(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
-    peak = format_bytes(report.peak_process_bytes)
-    used = f"it used {peak} of its {format_bytes(report.budget_total_bytes)}"
+def _cause(report: TaskReport, tag: TagAdvice | None) -> str:
     if report.cause == "own_cap":
-        yield _own_cap(report, tag)
-    elif report.cause == "foreign":
-        yield (
-            f"Processes outside prefect_gpu took the memory that was reserved for it; {used}. A larger "
-            "tag does not help: wait until they end, name other devices (`gpu:device`), or let the "
-            "runner keep more memory free for them (`headroom=`)."
-        )
-    elif report.cause == "crowded":
-        yield (
-            f"Tasks on the same device took more than they had reserved; {used}. The flow's report "
-            "names the tasks above their budget: give them a larger `gpu:memory` or end them with "
-            "`gpu:enforce=kill`; `gpu:exclusive` keeps this task alone."
-        )
-    elif report.cause == "host":
-        yield (
-            "The machine's own memory, or that of its container or job (control group), ran out, not "
-            "the device's: load less of the data at a time, "
-            "start fewer data loader workers, or let fewer tasks run at once (`max_processes=`)."
-        )
-    elif report.cause == "unknown":
-        yield (
-            f"It was killed for an unknown reason; {used}. The kernel's log (`journalctl -k`) shows "
-            "whether the machine's memory may have been the reason."
-        )
+        return _own_cap(report, tag)
+    peak, budget = map(format_bytes, (report.peak_process_bytes, report.budget_total_bytes))
+    return _CAUSES.get(report.cause, "").format(used=f"it used {peak} of its {budget}")
 
 
 def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
@@ -143,44 +123,43 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
         return f"{reached}."
     if tag.size_bytes is None:
         return f"{reached}; {tag.why}, so {NO_TAG_HELPS}."
-    return f"{reached}: write {tag.words}."
+    return f"{reached}: write {tag.write_words}."
 
 
-def _fragmentation(report: TaskReport) -> Iterator[str]:
+def _fragmentation(report: TaskReport) -> str:
     held = report.peak_reserved_bytes
     # Only the live peak counts: at other moments unused memory is a cache for the next allocations.
-    _, unused = max(
-        (
-            (sample.live_bytes, sample.reserved_bytes - sample.live_bytes)
-            for sample in report.samples
-            if sample.live_bytes is not None and sample.reserved_bytes is not None
-        ),
-        default=(0, 0),
+    readings = [
+        (sample.live_bytes, sample.reserved_bytes - sample.live_bytes)
+        for sample in report.samples
+        if sample.live_bytes is not None and sample.reserved_bytes is not None
+    ]
+    _, unused = max(readings, default=(0, 0))
+    if not held or not _uses_torch(report):
+        return ""
+    if unused < FRAGMENTED_BYTES or unused < FRAGMENTED_FRACTION * held:
+        return ""
+    return (
+        f"PyTorch held {format_bytes(unused)} ({percent(unused, held)} of its "
+        f"{format_bytes(held)}) in blocks that were free and too small: "
+        "`gpu:alloc.expandable_segments=true` avoids most of that; where it is on or not "
+        "supported, `gpu:alloc.max_split_size_mb=128`."
     )
-    if not held or not _uses(report, "torch"):
-        return
-    if unused >= FRAGMENTED_BYTES and unused >= FRAGMENTED_FRACTION * held:
-        yield (
-            f"PyTorch held {format_bytes(unused)} ({percent(unused, held)} of its "
-            f"{format_bytes(held)}) in blocks that were free and too small: "
-            "`gpu:alloc.expandable_segments=true` avoids most of that; where it is on or not "
-            "supported, `gpu:alloc.max_split_size_mb=128`."
-        )
 
 
-def _leak(report: TaskReport) -> Iterator[str]:
+def _leak(report: TaskReport) -> str:
     steps, peak = report.steps, report.peak_live_bytes
     if steps is None or steps.growth_bytes is None or steps.count < LEAK_STEPS:
-        return
+        return ""
     growth = steps.growth_bytes
     if growth < LEAK_STEP_BYTES or growth * steps.count < LEAK_FRACTION * (peak or 0):
-        return
-    keep = "`loss.item()` or `loss.detach()`" if _uses(report, "torch") else "`float(loss)`"
+        return ""
+    keep = "`loss.item()` or `loss.detach()`" if _uses_torch(report) else "`float(loss)`"
     more = ""
     if peak is not None and report.outcome == "completed":
         fit = int(max(0, _allowed_bytes(report) - peak) // growth)
         more = f" At this rate {fit} more {'step fits' if fit == 1 else 'steps fit'}."
-    yield (
+    return (
         f"What stays allocated grew by {format_bytes(growth)} a step over {steps.count} steps, which "
         f"looks like a leak: values kept with all that they were computed from, as "
         f"`losses.append(loss)` does; keep {keep}.{more}"
@@ -194,63 +173,60 @@ def _allowed_bytes(report: TaskReport) -> int:
     return report.budget_total_bytes - report.context_bytes
 
 
-def _overshoot(report: TaskReport) -> Iterator[str]:
-    over = report.peak_process_bytes - report.budget_total_bytes
+def _overshoot(report: TaskReport) -> str:
+    over, budget = report.peak_process_bytes - report.budget_total_bytes, report.budget_total_bytes
     if over <= OVERSHOOT_BYTES:
-        return
-    took = (
-        f"took {format_bytes(over)} above its budget of {format_bytes(report.budget_total_bytes)}"
-    )
+        return ""
+    took = f"took {format_bytes(over)} above its budget of {format_bytes(budget)}"
     held = report.peak_reserved_bytes
     if report.source == "host":
-        yield f"It {took}: on host devices a budget is a reservation, and nothing caps a process."
-    elif report.cap_bytes is None:
-        yield f"It {took}: no framework was capped. `gpu:allocation=limit` caps it at its budget."
-    elif held is not None and held <= report.cap_bytes * max(1, len(report.devices)):
-        yield (
+        return f"It {took}: on host devices a budget is a reservation, and nothing caps a process."
+    if report.cap_bytes is None:
+        return f"It {took}: no framework was capped. `gpu:allocation=limit` caps it at its budget."
+    if held is not None and held <= report.cap_bytes * max(1, len(report.devices)):
+        return (
             f"First run: it {took}, since its context was not known yet. Its frameworks kept to "
             f"their cap; {format_bytes(report.context_bytes)} were context and other memory that no "
             "framework counts, and the next run's cap leaves room for that."
         )
-    else:
-        yield (
-            f"It {took}: child processes, extensions and libraries that take memory from the driver "
-            "themselves are not covered by a framework's cap. `gpu:enforce=kill` ends such a process."
-        )
+    return (
+        f"It {took}: child processes, extensions and libraries that take memory from the driver "
+        "themselves are not covered by a framework's cap. `gpu:enforce=kill` ends such a process."
+    )
 
 
-def _pinched(report: TaskReport, tag: TagAdvice | None) -> Iterator[str]:
+def _pinched(report: TaskReport, tag: TagAdvice | None) -> str:
     steps = report.steps
     if not _is_pinched(report) or steps is None or tag is None:
-        return
+        return ""
     times = "once" if steps.alloc_retries == 1 else f"{steps.alloc_retries} times"
     took = "" if steps.step_s is None else f" (a step took {format_seconds(steps.step_s)})"
-    yield (
+    return (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
-        f"{times} after the first step, which costs time{took}: see if {tag.words} is faster."
+        f"{times} after the first step, which costs time{took}: see if {tag.write_words} is faster."
     )
 
 
 def _is_pinched(report: TaskReport) -> bool:
     """Return whether a cap made the allocator of a completed process give up its cache."""
-    retried = report.steps is not None and report.steps.alloc_retries > 0
-    return retried and report.cap_bytes is not None and report.outcome == "completed"
+    return _had_retries(report) and report.cap_bytes is not None and report.outcome == "completed"
 
 
-def _uses(report: TaskReport, framework: str) -> bool:
-    return framework in report.framework.split(",")
+def _had_retries(report: TaskReport) -> bool:
+    return report.steps is not None and report.steps.alloc_retries > 0
 
 
-# -- tags ----------------------------------------------------------------------------------------
+def _uses_torch(report: TaskReport) -> bool:
+    return "torch" in report.framework.split(",")
 
 
 @dataclass(frozen=True, slots=True)
 class TagAdvice:
     """A `gpu:memory` tag to write for a task."""
 
-    #: Bytes on each device; `None`: no size helps.
+    #: Bytes on each device; `None`: no size helps or is known.
     size_bytes: int | None
-    #: In markdown: a tag, or the text that no tag helps.
+    #: In markdown: a tag, a bound, or the text that no tag helps. Empty: nothing is known.
     write: str
     #: Measurement behind the size, as text.
     why: str
@@ -260,14 +236,14 @@ class TagAdvice:
     device_kind: DeviceKind
 
     @property
-    def words(self) -> str:
-        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
-        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
-
-    @property
     def rank(self) -> float:
         """Sort key: the advice with the largest need is last."""
         return math.inf if self.size_bytes is None else self.size_bytes
+
+    @property
+    def write_words(self) -> str:
+        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
+        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
 
 def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
@@ -275,34 +251,36 @@ def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
     # The same runs as in a flow's report.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
-    size: float = _asked_bytes(lesson) if lesson else 0
-    pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0) * PINCH_FACTOR
+    given = _most_bytes(processes)
     if lesson is not None:
-        if pinched > size:
-            size, why = pinched, "with less its allocator had to give up its cache"
-        written = _written_bytes(size, processes)
-        fits = all(_may_stay(report, written) for report in processes)
-        given = _most_bytes(processes)
+        pinched = max((r.budget_bytes for r in processes if _is_pinched(r)), default=0)
+        size: float = _asked_bytes(lesson)
+        if pinched * PINCH_FACTOR > size:
+            size = pinched * PINCH_FACTOR
+            why = "with less its allocator had to give up its cache"
         if given is not None and size > given:
             why += f"; the largest device gives {format_bytes(given)}"
-        return TagAdvice(written, _write(size, processes), why, fits, processes[0].device_kind)
-    capped = [report for report in processes if report.cause == "own_cap"]
-    if not capped:
-        return None
-    most = max(capped, key=_after_oom_bytes)
-    if _has_no_more(most):
-        why = f"the largest device gives {format_bytes(most.most_bytes)}"
-        return TagAdvice(None, NO_TAG_HELPS, why, False, most.device_kind)
-    why = "none completed; it ran out of memory at its cap"
-    if most.wanted_bytes:
-        why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
-    size = _after_oom_bytes(most)
-    written = _written_bytes(size, processes)
-    return TagAdvice(written, _write(size, processes), why, False, most.device_kind)
+    else:
+        capped = [report for report in processes if report.cause == "own_cap"]
+        if not capped:
+            return None
+        most = max(capped, key=_after_oom_bytes)
+        size = _after_oom_bytes(most)
+        if _has_no_more(most):
+            why = f"the largest device gives {format_bytes(most.most_bytes)}"
+            return TagAdvice(None, NO_TAG_HELPS, why, False, most.device_kind)
+        why = "none completed; it ran out of memory at its cap"
+        if most.wanted_bytes:
+            why += f", where it would have needed {format_bytes(most.wanted_bytes)}"
+    written = parse_bytes(readable_size(size))
+    written = min(written, given or written)
+    fits = lesson is not None and all(_may_stay(report, written) for report in processes)
+    write = f"`gpu:memory={size_in_tag(size, given)}`"
+    return TagAdvice(written, write, why, fits, processes[0].device_kind)
 
 
 def _has_no_more(report: TaskReport) -> bool:
-    """Return whether a process had all that a device can give, or its request could not be met by any."""
+    """Return whether a process had the largest possible budget, or needed more than that."""
     most = report.most_bytes
     if most is None:
         return False
@@ -312,12 +290,8 @@ def _has_no_more(report: TaskReport) -> bool:
     return had_all or (report.wanted_bytes or 0) > most
 
 
-def _write(size_bytes: float, reports: Sequence[TaskReport]) -> str:
-    return f"`gpu:memory={size_in_tag(size_bytes, _most_bytes(reports))}`"
-
-
 @dataclass(frozen=True, slots=True)
-class TaskTags:
+class TaskTags(TagAdvice):
     """Advice on the tag of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
@@ -331,21 +305,6 @@ class TaskTags:
     budgets_bytes: tuple[int, int]
     #: Sources of these budgets: "tag", "learned" and "probe".
     budget_sources: tuple[str, ...]
-    #: In markdown: the tag, the text that no tag helps, or a bound. Empty: nothing is known.
-    write: str
-    #: Bytes of the tag; `None`: no tag.
-    size_bytes: int | None
-    #: Measurement behind the size, as text.
-    why: str
-    #: The tag of its newest flow run is near enough.
-    fits: bool
-    #: Kind of the devices on which memory was measured.
-    device_kind: DeviceKind
-
-    @property
-    def write_words(self) -> str:
-        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
-        return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
     @property
     def saved_bytes(self) -> int | None:
@@ -361,10 +320,9 @@ class TaskTags:
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return the advice on each task's tag, by the task run with the largest need.
+    """Return the advice on each task's tag, by the task run with the largest need, from one or several flow runs.
 
-    Sets of `gpu:learn_by` values and kinds of devices are separate. The reports are of one flow run, or of several of
-    one flow.
+    Sets of `gpu:learn_by` values and kinds of devices are separate.
     """
     by_task: dict[tuple[str, ...], list[TaskReport]] = {}
     for report in reports:
@@ -405,22 +363,19 @@ def _task_tags(group: Sequence[TaskReport]) -> TaskTags:
     most = max(advices, key=lambda advice: advice.rank, default=None)
     newest = max(group, key=lambda report: report.placed_at).flow_run_id
     last = [report for report in group if report.flow_run_id == newest]
-    fits, size = False, None
+    size = None if most is None else most.size_bytes
+    fits = False
     if most is not None:
         write, why = most.write, most.why
         why += f"; the most of {len(runs)} task runs" if len(runs) > 1 else ""
-        if most.size_bytes is not None:
-            size = most.size_bytes
-            now = [report for report in counted if report.flow_run_id == newest]
-            fits = bool(now) and all(_may_stay(report, most.size_bytes) for report in now)
+        now = [report for report in counted if report.flow_run_id == newest]
+        fits = bool(size and now) and all(_may_stay(report, size or 0) for report in now)
     elif any(report.outcome == "oom" and not report.cause for report in group):
         largest = max(group, key=lambda report: report.budget_bytes)
         write, why = f"more than {format_bytes(largest.budget_bytes)}", "none completed"
         if _has_no_more(largest):
-            write, why = (
-                NO_TAG_HELPS,
-                f"it ran out of memory with {format_bytes(largest.budget_bytes)}",
-            )
+            why = f"it ran out of memory with {format_bytes(largest.budget_bytes)}"
+            write = NO_TAG_HELPS
     else:
         write = why = ""
     budgets = sorted(report.budget_bytes for report in last)
@@ -452,10 +407,9 @@ def _may_stay(report: TaskReport, size_bytes: float) -> bool:
         return True
     if report.budget_source != "tag":
         return False
-    pinched = report.steps is not None and report.steps.alloc_retries > 0
     over = report.peak_process_bytes > report.budget_total_bytes + OVERSHOOT_BYTES
-    enough = report.outcome != "oom" and not report.cause and not pinched and not over
-    return report.budget_bytes <= size_bytes and enough
+    short = report.outcome == "oom" or report.cause or over or _had_retries(report)
+    return report.budget_bytes <= size_bytes and not short
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -470,10 +424,7 @@ def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
         if not runs or learn(runs) is None:
             continue
         # A tag must also hold the memory of a run that failed for another reason.
-        counted = [
-            run if run.outcome == "oom" else replace(run, outcome="completed") for run in runs
-        ]
-        lesson = learn(counted)
+        lesson = learn(r if r.outcome == "oom" else replace(r, outcome="completed") for r in runs)
         if lesson is not None and lesson.need_bytes:
             lessons.append((lesson, _because(lesson, runs)))
     return max(lessons, key=lambda found: found[0].need_bytes, default=(None, ""))
@@ -492,8 +443,8 @@ def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:
 
 
 def _without_probes(group: list[TaskReport]) -> list[TaskReport]:
-    # On an empty device a probe takes up to 2.7 times what the task needs (ResNet-50 on an H200). A
-    # probe without evidence of steps counts only if no other run completed.
+    # On an empty device a probe takes up to 2.7 times the task's need (ResNet-50 on an H200). A probe without
+    # evidence of steps counts only if no other run completed.
     if all(r.budget_source == "probe" for r in group if r.outcome == "completed"):
         return group
     return [r for r in group if r.budget_source != "probe" or _is_steady(r)]
@@ -515,8 +466,8 @@ def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
     of_runs = f", of {len(counted)} processes" if len(counted) > 1 else ""
-    if top.outcome in _ENDED:
-        of_runs = f", of a run that {_ENDED[top.outcome]}"
+    if top.outcome != "completed":
+        of_runs = f", of a run that {OUTCOMES[top.outcome].ended}"
     asked_bytes = _asked_bytes(lesson)
     written = format_bytes(parse_bytes(readable_size(asked_bytes)))
     rounded = "" if written == format_bytes(asked_bytes) else ", rounded up"
@@ -547,14 +498,7 @@ def _asked_bytes(lesson: Lesson) -> int:
     return max(1, lesson.need_bytes - ROUND_BYTES + 1)
 
 
-def _written_bytes(size_bytes: float, reports: Iterable[TaskReport]) -> int:
-    """Return the bytes of the tag that is written for a size."""
-    written = parse_bytes(readable_size(size_bytes))
-    return min(written, _most_bytes(reports) or written)
-
-
 def _most_bytes(reports: Iterable[TaskReport]) -> int | None:
     """Return the largest possible budget on a device; `None`: no report has a device."""
-    return max(
-        (size for report in reports if (size := report.most_bytes) is not None), default=None
-    )
+    sizes = (report.most_bytes for report in reports)
+    return max((size for size in sizes if size is not None), default=None)

@@ -1,7 +1,6 @@
 """A drawing surface for charts: shapes in pixels, text that cannot break out of the SVG, axis steps.
 
-Both charts of `timeline` use it. `drawsvg` writes the SVG and escapes text, but not attributes: these are numbers and
-words of this package, never a user's text.
+`drawsvg` writes the SVG and escapes text, but not attributes, which never contain a user's text.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 import drawsvg  # type: ignore[import-untyped, unused-ignore]
 
@@ -20,7 +20,7 @@ GRID = "#e5e7eb"
 PAPER = "#ffffff"
 #: Colours of frames, background areas, the line of live memory, and budgets.
 FRAME, SHADE, LIVE, BUDGET = "#d1d5db", "#f3f4f6", "#0f766e", "#b45309"
-#: Their replacements where the page around an image prefers a dark scheme.
+#: Colours that replace them where the page around an image prefers a dark scheme.
 _DARK = {
     INK: "#e5e7eb",
     MUTED: "#9ca3af",
@@ -32,14 +32,16 @@ _DARK = {
     BUDGET: "#f59e0b",
 }
 _DARK_STYLE = "".join(
-    f'[{what}="{light}"]{{{what}:{dark}}}'
+    f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'
     for light, dark in _DARK.items()
-    for what in ("fill", "stroke")
 )
 FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 #: Zero-width characters that join letters and emoji, without effect on other text.
 _JOINERS = "\u200c\u200d"
+
+#: A point in pixels.
+_Point: TypeAlias = tuple[float, float]
 
 _NICE_SECONDS = (
     *(step * 10.0**power for power in range(-3, 1) for step in (1, 2, 5)),
@@ -76,10 +78,8 @@ def shorten(text: str, width: float, size: float) -> str:
 
 def byte_ticks(top_bytes: float, steps: int = 5) -> list[tuple[float, str]]:
     """Return about `steps` round sizes from 0 to `top_bytes`, each with its label."""
-    factor, unit = next(
-        ((f, u) for f, u in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")) if top_bytes >= f),
-        (KIB, "KiB"),
-    )
+    units = (TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB")
+    factor, unit = next((unit for unit in units if top_bytes >= unit[0]), (KIB, "KiB"))
     step = _nice_number(top_bytes / factor / steps)
     count = int(top_bytes / factor / step + 1e-9)
     return [(i * step * factor, f"{i * step:g} {unit}" if i else "0") for i in range(count + 1)]
@@ -89,7 +89,7 @@ def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
     """Return about `steps` round times from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
-    # Few labels for a task of years, too.
+    # The last step is four weeks: a task of years also has few labels.
     step *= max(1, math.ceil(end_s / step / (2 * steps)))
     return [(i * step, time_label(i * step)) for i in range(int(end_s / step + 1e-9) + 1)]
 
@@ -134,39 +134,21 @@ class Canvas:
         title: str = "",
     ) -> None:
         """Draw a rectangle. A browser shows `title` under the pointer."""
-        shape = drawsvg.Rectangle(
-            *_round(x, y, width, height),
-            fill=fill,
-            fill_opacity=opacity,
-            stroke=stroke,
-            stroke_dasharray=dash,
-            rx=radius,
-        )
+        style = {"fill": fill, "fill_opacity": opacity, "stroke": stroke, "stroke_dasharray": dash}
+        shape = drawsvg.Rectangle(*_round(x, y, width, height), **style, rx=radius)
         if title:
             shape.append_title(clean(title))
         self._drawing.append(shape)
 
     def line(
-        self,
-        points: Sequence[tuple[float, float]],
-        stroke: str,
-        *,
-        width: float = 1,
-        dash: str | None = None,
+        self, points: Sequence[_Point], stroke: str, *, width: float = 1, dash: str | None = None
     ) -> None:
         """Draw a line through the points."""
-        self._drawing.append(
-            drawsvg.Path(
-                _path(points),
-                fill="none",
-                stroke=stroke,
-                stroke_width=width,
-                stroke_dasharray=dash,
-                stroke_linejoin="round",
-            )
-        )
+        style = {"stroke": stroke, "stroke_width": width, "stroke_dasharray": dash}
+        path = drawsvg.Path(_path(points), fill="none", **style, stroke_linejoin="round")
+        self._drawing.append(path)
 
-    def area(self, points: Sequence[tuple[float, float]], fill: str, opacity: float) -> None:
+    def area(self, points: Sequence[_Point], fill: str, opacity: float) -> None:
         """Fill the area inside the points."""
         self._drawing.append(drawsvg.Path(_path(points), fill=fill, fill_opacity=opacity))
 
@@ -188,32 +170,23 @@ class Canvas:
         halo: bool = False,
     ) -> None:
         """Write text with its baseline at `y`. With `halo` it stays legible over lines."""
-        around = {"stroke": PAPER, "stroke_width": 4, "stroke_linejoin": "round"}
-        self._drawing.append(
-            drawsvg.Text(
-                clean(text),
-                size,
-                *_round(x, y),
-                fill=fill,
-                text_anchor=anchor,
-                font_weight=600 if bold else None,
-                **({**around, "paint_order": "stroke"} if halo else {}),
-            )
-        )
+        style = {"fill": fill, "text_anchor": anchor, "font_weight": 600 if bold else None}
+        if halo:
+            style |= {"stroke": PAPER, "stroke_width": 4, "stroke_linejoin": "round"}
+            style |= {"paint_order": "stroke"}
+        self._drawing.append(drawsvg.Text(clean(text), size, *_round(x, y), **style))
 
     def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
         """Draw coloured squares with words around height `y`, as many as fit. An entry is words, colour and opacity."""
         x, left = 20.0, list(entries)
-        while left:
-            words, colour, opacity = left[0]
+        for at, (words, colour, opacity) in enumerate(left):
             width = 22 + text_width(words, 13)
             if x + width > self._drawing.width - 20:
-                self.text(x, y + 5, f"+ {len(left)}", fill=MUTED)
+                self.text(x, y + 5, f"+ {len(left) - at}", fill=MUTED)
                 return
             self.rect(x, y - 6, 16, 12, colour, opacity=opacity, stroke=colour, radius=2)
             self.text(x + 22, y + 5, words)
             x += width + 12
-            del left[0]
 
     def svg(self) -> str:
         """Return the finished image."""
@@ -224,7 +197,7 @@ def _round(*numbers: float) -> Iterable[float]:
     return (round(number, 1) for number in numbers)
 
 
-def _path(points: Sequence[tuple[float, float]]) -> str:
+def _path(points: Sequence[_Point]) -> str:
     """Return points as SVG path data; a horizontal or vertical step has one number."""
     words: list[str] = []
     before: tuple[str, str] | None = None

@@ -1,6 +1,6 @@
 """Names, labels and payloads of the Prefect events of GPU task runs and devices, as values; `engine` emits them.
 
-Prefect's automations compare labels, not payloads: a fact that a trigger may need is a label.
+Prefect's automations compare labels, not payloads.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_gpu.reports.model import BudgetSource, TaskReport
+from prefect_gpu.reports.model import BudgetSource, TaskReport, figures_of
 from prefect_gpu.scheduling.model import Device, Placement
 
 PLACED = "prefect-gpu.task-run.placed"
@@ -25,10 +25,10 @@ TEXT_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class GPUEvent:
-    """One event, without the run that it is about."""
+    """The content of one event."""
 
     name: str
-    #: Devices of the process, or the device that the event is about.
+    #: Devices of the process, or the device of the event.
     devices: tuple[Device, ...]
     #: Sizes are in bytes and end in `_bytes`. `None`: not known, or there is none.
     payload: Mapping[str, object]
@@ -52,27 +52,23 @@ def placed_event(
 
 def ended_events(report: TaskReport) -> list[GPUEvent]:
     """Return the events of a process that has ended; most processes have none."""
-    about = {"attempt": report.attempt, "devices": _described(report.devices)}
+    about = {**figures_of(report, "attempt"), "devices": _described(report.devices)}
     events = []
     if report.outcome == "oom" or report.cause == "host":
         runs_again = bool(report.next_words)
         payload = {
             **about,
-            "cause": report.cause,
-            "budget_bytes": report.budget_bytes,
-            "budget_source": report.budget_source,
+            **figures_of(report, "cause", "budget_bytes", "budget_source"),
             "needed_bytes": report.wanted_bytes,
             "runs_again": runs_again,
             "next_budget_bytes": report.next_budget_bytes,
             "error": report.error[:TEXT_LIMIT],
         }
-        labels = {
-            "prefect-gpu.cause": report.cause,
-            "prefect-gpu.runs-again": str(runs_again).lower(),
-        }
+        again = str(runs_again).lower()
+        labels = {"prefect-gpu.cause": report.cause, "prefect-gpu.runs-again": again}
         events.append(GPUEvent(OUT_OF_MEMORY, report.devices, payload, labels))
     if report.leaked_bytes:
-        payload = {**about, "leaked_bytes": report.leaked_bytes}
+        payload = {**about, **figures_of(report, "leaked_bytes")}
         events.append(GPUEvent(LEAKED, report.devices, payload))
     return events
 

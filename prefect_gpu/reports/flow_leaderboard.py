@@ -30,7 +30,7 @@ def publish_leaderboard(
     key: str | None = None,
     smaller_is_better: bool = False,
 ) -> UUID:
-    """Publish which of several task runs had the best result, in what time, with how much memory.
+    """Publish task runs ordered by a metric, with their times and memory.
 
     Call it in the flow. It waits until the task runs have ended. A task run that failed, was cached, or did not report
     the metric is listed without a place.
@@ -58,18 +58,14 @@ def publish_leaderboard(
     best = ranked[0] if ranked else None
     flow_name = context.flow_run.name if context.flow is None else context.flow.name
     best_words = "" if best is None or best.value is None else f"; first: {best.name}"
+    values = json.dumps({row.name: row.value for row in ranked})
+    figures = {"metric": metric, "best": "" if best is None else best.name, "values": values}
     artifact = ArtifactCreate(
         key=artifact_key(LEADERBOARD_PREFIX, flow_name) if key is None else artifact_key("", key),
         type="markdown",
         description=f"Leaderboard · ordered by {metric}{best_words}",
         data=leaderboard_markdown(ranked, metric),
-        metadata_=cut_values(
-            {
-                "metric": metric,
-                "best": "" if best is None else best.name,
-                "values": json.dumps({row.name: row.value for row in ranked}),
-            }
-        ),
+        metadata_=cut_values(figures),
         flow_run_id=context.flow_run.id,
     )
     with get_client(sync_client=True) as client:
@@ -87,18 +83,18 @@ def _row(entry: PrefectFuture[Any] | LeaderboardRow, metric: str, active: Any) -
     report: TaskReport | None = active.last_report(entry.task_run_id)
     if report is None:
         return _row_without_process(entry)
-    value = dict(report.metrics).get(metric)
-    named = ", ".join(name for name, _ in report.metrics) or "none"
-    problem = f"not reported (it reported {named})"
-    if report.outcome != "completed":
-        problem = OUTCOME_WORDS[report.outcome]
+    value, problem = None, OUTCOME_WORDS[report.outcome]
+    if report.outcome == "completed":
+        value = dict(report.metrics).get(metric)
+        named = ", ".join(name for name, _ in report.metrics) or "none"
+        problem = f"not reported (it reported {named})" if value is None else ""
     return LeaderboardRow(
         clean_name(report.task_run_name),
-        value if report.outcome == "completed" else None,
+        value,
         report.run_s,
         report.peak_process_bytes or None,
         ", ".join(dict.fromkeys(device.name for device in report.devices)),
-        "" if value is not None and report.outcome == "completed" else problem,
+        problem,
     )
 
 

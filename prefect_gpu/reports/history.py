@@ -1,11 +1,9 @@
 """Histories of tasks, kept in memory or as Prefect artifacts that outlive the process.
 
-Both stores implement `scheduling.history.HistoryStore`, where budgets are learned. `publish` has the thread that
-writes.
+Both stores implement `scheduling.history.HistoryStore`, where budgets are learned. The thread of `publish` writes.
 
-Each run is one version of the history's artifact, with the run's numbers as metadata. Versions never change, so hosts
-that run the same task at the same time lose no runs. The text of a version is a page about the last runs and the next
-budget.
+Each run is one version of the history's artifact, with the run's numbers as metadata and a page about the last runs as
+text. Versions never change, so hosts that run the same task at the same time lose no runs.
 """
 
 from __future__ import annotations
@@ -13,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -38,7 +35,9 @@ from prefect_gpu.reports.publish import (
     artifact_key,
     bounded_settings,
     cut_values,
+    first_line,
     may_pass,
+    read_pages,
 )
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.units import format_bytes, format_seconds
@@ -51,18 +50,15 @@ HISTORY_PREFIX = "gpu-history"
 #: Version of the metadata. It rises when a field changes its meaning. 2: a history is of one flow.
 SCHEMA = "2"
 
-#: Seconds for one reading, for which a task waits, and how often it is tried. An answer takes 5 ms (Prefect 3.8.8);
-#: the second try is for a connection that was closed in the meantime.
+#: Seconds for one reading, and number of tries. A task waits for it. An answer takes 5 ms (Prefect 3.8.8); the second
+#: try is for a connection that was closed in the meantime.
 READ_TIMEOUT_S = 10.0
 READ_TRIES = 2
 
 #: Seconds without calls after an API did not answer.
 AWAY_S = 60.0
 
-#: Items in one answer of the API.
-PAGE = 200
-
-#: Runs of one history that may wait to be written; older ones are dropped. Only `KEPT_RUNS` are ever read.
+#: Runs of one history that may wait to be written; older runs are dropped. Only `KEPT_RUNS` are ever read.
 MOST_WAITING = 2 * KEPT_RUNS
 
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of the same name.
@@ -88,7 +84,7 @@ class MemoryHistory:
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
-        """Add runs before and after the kept ones, each run once; return all kept runs."""
+        """Add newer and older runs to the kept runs, each run once; return the kept runs."""
         with self._lock:
             kept = (*newer, *self._runs.get(key, ()))
             self._runs[key] = kept = (*kept, *(run for run in older if run not in kept))[:KEPT_RUNS]
@@ -98,14 +94,8 @@ class MemoryHistory:
 class PrefectHistory:
     """A history store of artifact versions in Prefect's API. Safe to use from several threads.
 
-    A history is read from the API once, and runs of this process are added. Later runs of other processes are not
-    seen.
-
-    Args:
-        lend: Returns a client for the flow's API, for use in a `with` block. Called in the thread that reads runs,
-            under the settings that were active when the store was created.
-        publisher: Writes runs and counts lost ones.
-        clock: Measures the pause after an API did not answer.
+    A history is read from the API once, under the settings that were active when the store was created. Later runs of
+    other processes are not seen. The publisher writes runs of this process.
     """
 
     def __init__(
@@ -163,7 +153,7 @@ class PrefectHistory:
             return self._ask(key)
         except Exception as error:
             # Process boundary: any fault of the API or of the network.
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            text = first_line(error)
             with self._lock:
                 self._away_until_s = self._clock.now() + AWAY_S
                 self._away_because = text
@@ -174,7 +164,7 @@ class PrefectHistory:
             for left in reversed(range(READ_TRIES)):
                 try:
                     with self._lend() as client:
-                        return read_runs(key, client)
+                        return _read_runs(history_artifact_key(key), client)
                 except Exception as error:
                     if not left or not may_pass(error):
                         raise
@@ -194,38 +184,27 @@ def history_artifact_key(key: HistoryKey) -> str:
 def publish_run(
     key: HistoryKey, version: str, runs: Sequence[PastRun], client: SyncPrefectClient
 ) -> None:
-    """Create the version of a history's artifact that keeps one run. Any error of the client is raised.
+    """Create the version of a history's artifact that keeps the newest of `runs`.
 
-    Args:
-        key: The history.
-        version: Identifies the run: a run that is published twice counts once.
-        runs: Known runs of the history, newest first. The first run is kept.
-        client: Of the flow.
+    `version` identifies the run: a run that is published twice counts once. Any error of the client is raised.
     """
-    client.create_artifact(
-        # It belongs to no single flow run or task run.
-        ArtifactCreate(
-            key=history_artifact_key(key),
-            type="markdown",
-            description=history_summary(key, runs),
-            data=history_markdown(key, runs),
-            metadata_=cut_values(
-                {
-                    "schema": SCHEMA,
-                    "version": version,
-                    # Published even if empty.
-                    "learn_by": key.learn_by,
-                    **key.to_texts(),
-                    **runs[0].to_texts(),
-                }
-            ),
-        )
+    # `learn_by` is published even if empty.
+    texts = {"schema": SCHEMA, "version": version, "learn_by": key.learn_by}
+    texts |= {**key.to_texts(), **runs[0].to_texts()}
+    # The artifact belongs to no single flow run or task run.
+    artifact = ArtifactCreate(
+        key=history_artifact_key(key),
+        type="markdown",
+        description=history_summary(key, runs),
+        data=history_markdown(key, runs),
+        metadata_=cut_values(texts),
     )
+    client.create_artifact(artifact)
 
 
 @dataclass(frozen=True, slots=True)
 class KeptHistory:
-    """One history in the API."""
+    """A history in the API."""
 
     artifact_key: str
     key: HistoryKey
@@ -236,14 +215,16 @@ class KeptHistory:
 def read_histories(
     client: SyncPrefectClient, tasks: Container[tuple[str | None, str, str]] | None = None
 ) -> list[KeptHistory]:
-    """Return the histories in the API, ordered by task, without unreadable ones. Any error of the client is raised.
+    """Return the readable histories in the API, ordered by task. Any error of the client is raised.
 
-    Args:
-        client: Of the API.
-        tasks: Names of a flow, a task and its function: only their histories are read. `None`: all.
+    `tasks` has the names of flows, tasks and functions whose histories are read; `None`: all.
     """
     found: list[KeptHistory] = []
-    for artifact in _latest(client):
+    asked = {"artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}}}
+    for artifact in read_pages(client, "artifacts/latest", asked, timeout=READ_TIMEOUT_S):
+        # The filter matches the text anywhere in a key.
+        if not artifact["key"].startswith(f"{HISTORY_PREFIX}-"):
+            continue
         texts = artifact["metadata_"] or {}
         try:
             _read_texts(texts)
@@ -251,29 +232,11 @@ def read_histories(
         except ValueError:
             continue
         if tasks is None or (key.flow_name, key.task_name, key.qualified_name) in tasks:
-            runs = _read_versions(artifact["key"], client)
+            runs = _read_runs(artifact["key"], client)
             if runs:
                 found.append(KeptHistory(artifact["key"], key, tuple(runs)))
-    return sorted(
-        found, key=lambda kept: (kept.key.task_name, kept.key.flow_name or "", kept.artifact_key)
-    )
-
-
-def _latest(client: SyncPrefectClient) -> Iterator[dict[str, Any]]:
-    """Yield the newest version of each history."""
-    for offset in itertools.count(0, PAGE):
-        asked = {
-            "artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}},
-            "limit": PAGE,
-            "offset": offset,
-        }
-        page = client.request(
-            "POST", "/artifacts/latest/filter", json=asked, timeout=READ_TIMEOUT_S
-        ).json()
-        # The filter matches the text anywhere in a key.
-        yield from (each for each in page if each["key"].startswith(f"{HISTORY_PREFIX}-"))
-        if len(page) < PAGE:
-            return
+    found.sort(key=lambda kept: (kept.key.task_name, kept.key.flow_name or "", kept.artifact_key))
+    return found
 
 
 def delete_history(key: str, client: SyncPrefectClient) -> int:
@@ -281,39 +244,25 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
 
     Any error of the client is raised. Versions that were deleted before it stay deleted.
     """
+    asked = {"artifacts": {"key": {"any_": [key]}}}
+    # All are read before the first is deleted, which moves the others to earlier pages.
+    versions = list(read_pages(client, "artifacts", asked, timeout=READ_TIMEOUT_S))
     deleted = 0
-    while True:
-        asked = {"artifacts": {"key": {"any_": [key]}}, "limit": PAGE}
-        page = client.request(
-            "POST", "/artifacts/filter", json=asked, timeout=READ_TIMEOUT_S
-        ).json()
-        for artifact in page:
-            # Another command may have deleted the version in the meantime.
-            with contextlib.suppress(ObjectNotFound):
-                client.delete_artifact(UUID(artifact["id"]))
-                deleted += 1
-        if len(page) < PAGE:
-            return deleted
+    for artifact in versions:
+        # Another command may have deleted the version in the meantime.
+        with contextlib.suppress(ObjectNotFound):
+            client.delete_artifact(UUID(artifact["id"]))
+            deleted += 1
+    return deleted
 
 
-def read_runs(key: HistoryKey, client: SyncPrefectClient) -> Sequence[PastRun]:
-    """Return the last `KEPT_RUNS` readable runs of a history, newest first. Any error of the client is raised."""
-    return _read_versions(history_artifact_key(key), client)
-
-
-def _read_versions(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
+def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
+    """Return the last `KEPT_RUNS` readable runs of the history with an artifact key, newest first."""
     # The synchronous `client.read_artifacts` sends null for each filter that is not given, which the API refuses
     # (Prefect 3.8.8), and has no timeout.
-    answer = client.request(
-        "POST",
-        "/artifacts/filter",
-        json={
-            "artifacts": {"key": {"any_": [key]}},
-            "limit": KEPT_RUNS,
-            "sort": "CREATED_DESC",
-        },
-        timeout=READ_TIMEOUT_S,
-    )
+    only = {"artifacts": {"key": {"any_": [key]}}}
+    asked = {**only, "limit": KEPT_RUNS, "sort": "CREATED_DESC"}
+    answer = client.request("POST", "/artifacts/filter", json=asked, timeout=READ_TIMEOUT_S)
     found: dict[str, PastRun] = {}
     for artifact in answer.json():
         texts = artifact.get("metadata_") or {}
@@ -334,20 +283,25 @@ def _read_texts(texts: dict[str, Any]) -> PastRun:
     return PastRun.from_texts(texts)
 
 
-_OUTCOMES: Mapping[str, str] = {str(outcome): words for outcome, words in OUTCOME_WORDS.items()}
+def _size(size_bytes: int | None) -> str:
+    return "–" if size_bytes is None else format_bytes(size_bytes)
 
-_HEADS = (
-    "ended (UTC)",
-    "outcome",
-    "budget",
-    "live peak",
-    "steady live",
-    "process peak",
-    "context",
-    "retries",
-    "step",
-    "cause",
-)
+
+#: Columns of a history's page: head, and words of a run.
+_COLUMNS: Mapping[str, Callable[[PastRun], str]] = {
+    "ended (UTC)": lambda run: _time(run.ended_at),
+    "outcome": lambda run: OUTCOME_WORDS.get(run.outcome) or escape(run.outcome),
+    "budget": lambda run: (
+        format_bytes(run.budget_bytes) + ("" if run.cap_bytes is not None else ", no cap")
+    ),
+    "live peak": lambda run: _size(run.live_bytes),
+    "steady live": lambda run: _size(run.steady_live_bytes),
+    "process peak": lambda run: format_bytes(run.process_bytes),
+    "context": lambda run: _size(run.context_bytes or None),
+    "retries": lambda run: str(run.alloc_retries or "–"),
+    "step": lambda run: "–" if run.step_s is None else format_seconds(run.step_s),
+    "cause": lambda run: CAUSE_WORDS.get(run.cause, escape(run.cause)) or "–",
+}
 
 _LEGEND = (
     "Sizes are those of one device. *Live* is what the frameworks had allocated, *steady* the same "
@@ -363,27 +317,11 @@ def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
     about = f"Task {escape(key.task_name)} {within}, on {escape(key.device_name)}"
     if key.learn_by:
         about += f", for {escape(key.learn_by_words or key.learn_by, 200)} (`gpu:learn_by`)"
-    rows = [
-        (
-            _time(run.ended_at),
-            _OUTCOMES.get(run.outcome) or escape(run.outcome),
-            format_bytes(run.budget_bytes) + ("" if run.cap_bytes is not None else ", no cap"),
-            *(
-                "–" if size_bytes is None else format_bytes(size_bytes)
-                for size_bytes in (run.live_bytes, run.steady_live_bytes)
-            ),
-            format_bytes(run.process_bytes),
-            format_bytes(run.context_bytes) if run.context_bytes else "–",
-            str(run.alloc_retries or "–"),
-            "–" if run.step_s is None else format_seconds(run.step_s),
-            CAUSE_WORDS.get(run.cause, escape(run.cause)) or "–",
-        )
-        for run in runs
-    ]
+    rows = [[words(run) for words in _COLUMNS.values()] for run in runs]
     parts = (
         f"**{_lesson(runs)}**",
         f"{about}. A `gpu:memory` tag takes precedence over what is learned.",
-        table(_HEADS, rows, right=range(2, 9)),
+        table([*_COLUMNS], rows, right=range(2, 9)),
         _LEGEND,
     )
     return "\n\n".join(parts) + "\n"
@@ -393,14 +331,8 @@ def history_summary(key: HistoryKey, runs: Sequence[PastRun]) -> str:
     """Return a history as one line: `train · nightly · batch_size=32 · NVIDIA H200 · next budget 6GiB`."""
     lesson = learn(runs)
     budget = "not known" if lesson is None else format_bytes(lesson.budget_bytes)
-    parts = (
-        key.task_name,
-        key.flow_name,
-        key.learn_by_words,
-        key.device_name,
-        f"next budget {budget}",
-    )
-    return clean(" · ".join(filter(None, parts)))
+    names = (key.task_name, key.flow_name, key.learn_by_words, key.device_name)
+    return clean(" · ".join(filter(None, (*names, f"next budget {budget}"))))
 
 
 def _lesson(runs: Sequence[PastRun]) -> str:
@@ -420,9 +352,8 @@ def _lesson(runs: Sequence[PastRun]) -> str:
             "memory or slowed down."
         )
     if lesson.growth >= 1.005:
-        text += (
-            f" Runs differ in what they need: it is {lesson.growth:.2f} times as large for that."
-        )
+        growth = f"{lesson.growth:.2f} times as large for that"
+        text += f" Runs differ in what they need: it is {growth}."
     return text
 
 

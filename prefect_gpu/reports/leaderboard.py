@@ -6,14 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prefect_gpu.reports.canvas import (
-    GRID,
-    INK,
-    MUTED,
-    Canvas,
-    byte_ticks,
-    shorten,
-)
+from prefect_gpu.reports.canvas import GRID, INK, MUTED, Canvas, byte_ticks, shorten
 from prefect_gpu.reports.markup import escape, image, table
 from prefect_gpu.units import format_bytes, format_seconds
 
@@ -31,7 +24,7 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class LeaderboardRow:
-    """One entry of a leaderboard."""
+    """An entry of a leaderboard."""
 
     name: str
     #: Value of the metric; `None`: the run has none.
@@ -59,15 +52,11 @@ def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[Leader
 
 def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     """Return a leaderboard in markdown: the best run, a plot of the metric against memory, and a table."""
-    parts = []
+    parts = [f"**No entry has a value of {escape(metric)}.**"]
     best = ranked[0] if ranked else None
     if best is not None and best.value is not None:
-        with_memory = "" if best.peak_bytes is None else f", with {format_bytes(best.peak_bytes)}"
-        parts.append(
-            f"**Best: {escape(best.name)}, {escape(metric)} {best.value:.6g}{with_memory}.**"
-        )
-    else:
-        parts.append(f"**No entry has a value of {escape(metric)}.**")
+        memory = "" if best.peak_bytes is None else f", with {format_bytes(best.peak_bytes)}"
+        parts = [f"**Best: {escape(best.name)}, {escape(metric)} {best.value:.6g}{memory}.**"]
     shown = ranked[:MOST_ROWS]
     if svg := _plot(shown, metric):
         parts.append(image(f"{metric} against memory", svg))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 from uuid import UUID
 
-from prefect_gpu.measurements import StepFacts, Suspension
+from prefect_gpu.measurements import Mark, StepFacts, Suspension
 from prefect_gpu.reports.advice import TagAdvice, advise, tag_advice, tags_table, task_tags
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import (
@@ -26,8 +25,8 @@ from prefect_gpu.reports.markup import (
 from prefect_gpu.reports.model import (
     CAUSE_WORDS,
     OUTCOME_WORDS,
+    OUTCOMES,
     BudgetSource,
-    Outcome,
     Source,
     TaskReport,
     UnstartedRun,
@@ -36,8 +35,8 @@ from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
 
-#: Most rows of a flow's table; task runs that did not complete come first. Chromium takes a second longer for each 300
-#: rows, as Prefect's v2 UI renders an artifact's page twice (3.8.8, two cores).
+#: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, as Prefect's v2 UI renders an
+#: artifact's page twice (3.8.8, two cores).
 ROW_LIMIT = 300
 
 #: Most lines in each list of problems.
@@ -52,8 +51,8 @@ METRIC_LIMIT = 50
 #: Most characters of an error.
 ERROR_LIMIT = 1000
 
+#: Paragraphs about the source of the numbers.
 _SOURCE_NOTES: dict[Source, str] = {
-    "nvml": "",
     "framework": (
         "The driver does not report the memory of each process here: the numbers are what its"
         " frameworks held plus the measured context."
@@ -80,34 +79,12 @@ _BUDGET_WORDS: dict[BudgetSource, str] = {
     "probe": "a probe: a first run may take what its device has free",
 }
 
-_HEADLINES: dict[Outcome, str] = {
-    "completed": "Completed",
-    "failed": "Failed",
-    "oom": "Ran out of memory",
-    "died": "Died",
-    "timeout": "Timed out",
-    "cancelled": "Was cancelled",
-}
-
-
-#: Prefect's state names for the outcome of a task run.
-STATE_WORDS: dict[Outcome, str] = {
-    "completed": "completed",
-    "failed": "failed",
-    "oom": "failed",
-    "timeout": "failed",
-    "died": "crashed",
-    "cancelled": "cancelled",
-}
-
 
 def task_summary(report: TaskReport) -> str:
     """Return a report as one plain line: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
-    sizes = (
-        f"{format_bytes(report.peak_process_bytes)} of {format_bytes(report.budget_total_bytes)}"
-    )
-    outcome = OUTCOME_WORDS[report.outcome]
-    return f"{clean_name(report.task_run_name)} · attempt {report.attempt} · {outcome} · {sizes}"
+    peak, budget = map(format_bytes, (report.peak_process_bytes, report.budget_total_bytes))
+    outcome = f"{OUTCOME_WORDS[report.outcome]} · {peak} of {budget}"
+    return f"{clean_name(report.task_run_name)} · attempt {report.attempt} · {outcome}"
 
 
 def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str:
@@ -121,7 +98,7 @@ def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str
     if report.leaked_bytes:
         leaked = format_bytes(report.leaked_bytes)
         parts.append(notice(f"{leaked} did not come back after the process ended."))
-    if note := _SOURCE_NOTES[report.source]:
+    if note := _SOURCE_NOTES.get(report.source):
         parts.append(note)
     parts.append(image(f"Memory of {report.task_run_name} over time", task_timeline_svg(report)))
     parts.append(table(("Task run", escape(report.task_run_name)), _facts(report, tag)))
@@ -146,10 +123,11 @@ def _headline(report: TaskReport) -> str:
     peak_bytes = report.peak_process_bytes
     peak = format_bytes(peak_bytes)
     share = percent(peak_bytes, report.budget_total_bytes)
-    time = f" in {format_seconds(report.run_s)}" if report.outcome == "completed" else ""
-    if report.outcome in ("failed", "died", "timeout", "cancelled", "oom") and report.run_s > 0:
-        time = f" after {format_seconds(report.run_s)}"
-    head = _HEADLINES[report.outcome] + time
+    head = OUTCOMES[report.outcome].ended.capitalize()
+    if report.outcome == "completed":
+        head += f" in {format_seconds(report.run_s)}"
+    elif report.run_s > 0:
+        head += f" after {format_seconds(report.run_s)}"
     if peak_bytes == 0:
         return f"{head}: no memory was seen, of a budget of {budget}."
     if peak_bytes > report.budget_total_bytes:
@@ -165,97 +143,73 @@ def _headline(report: TaskReport) -> str:
 
 
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
-    frameworks = report.framework or "none"
-    live, reserved = report.peak_live_bytes, report.peak_reserved_bytes
-    # No framework allocates on simulated devices.
-    by = "" if frameworks == "none" else f", by {escape(frameworks)}"
+    """Return the rows of a report's table: names and values, without rows that have no value."""
     several = len(report.devices) > 1
     each, together = (" on each device", " on all together") if several else ("", "")
-    if len({*report.budgets_bytes}) > 1:
-        each = " on the device with the smallest one"
-    return [
+    smallest = " on the device with the smallest one" if len({*report.budgets_bytes}) > 1 else each
+    framework = escape(report.framework or "none")
+    # No framework allocates on simulated devices.
+    by = "" if framework == "none" else f", by {framework}"
+    times = [("queued", report.queued_s), ("start", report.start_s), ("run", report.run_s)]
+    rows = (
         ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
         ("Device", _device_words(report)),
-        *([("Values", escape(report.learn_by, 200))] if report.learn_by else []),
-        *(
-            (f"Result: {escape(name)}", f"{value:.6g}")
-            for name, value in report.metrics[:METRIC_LIMIT]
-        ),
-        *(
-            [("Shared with", escape(", ".join(report.shared_with), 500))]
-            if report.shared_with
-            else []
-        ),
+        ("Values", escape(report.learn_by, 200)),
+        *((f"Result: {escape(name)}", f"{x:.6g}") for name, x in report.metrics[:METRIC_LIMIT]),
+        ("Shared with", escape(", ".join(report.shared_with), 500)),
         (
             "Budget",
-            f"**{format_bytes(report.budget_bytes)}**{each}, {_BUDGET_WORDS[report.budget_source]}",
+            _size(report.budget_bytes, f"{smallest}, {_BUDGET_WORDS[report.budget_source]}"),
         ),
-        *([("Cap", _cap_words(report.cap_bytes, report))] if report.cap_bytes is not None else []),
+        ("Cap", _size(report.cap_bytes, f"{each}, what a framework could allocate", bold="")),
         (
             "Peak of the process",
-            f"**{format_bytes(report.peak_process_bytes)}**{together}, {_SOURCE_WORDS[report.source]}",
+            _size(report.peak_process_bytes, f"{together}, {_SOURCE_WORDS[report.source]}"),
         ),
-        *([("Peak allocated (live)", format_bytes(live) + by)] if live is not None else []),
-        *(
-            [("Peak held by the framework", f"{format_bytes(reserved)}, its cache included")]
-            if reserved is not None
-            else []
-        ),
-        *([("Context", _context_words(report))] if report.context_bytes else []),
-        *([("Steps", _step_words(report.steps))] if report.steps else []),
-        *([("Out of memory put down to", _oom_words(report))] if report.cause else []),
-        *([("Memory snapshot", _snapshot_words(report))] if report.snapshot_path else []),
-        *(
-            [("Leaked", format_bytes(report.leaked_bytes))]
-            if report.leaked_bytes is not None
-            else []
-        ),
-        ("Unused reservation", _unused_percent([report])),
-        *([("Tag for next time", f"{tag.words} ({tag.why})")] if _is_news(tag, report) else []),
+        ("Peak allocated (live)", _size(report.peak_live_bytes, by, bold="")),
         (
-            "Time",
-            ", ".join(
-                f"{what} {format_seconds(seconds)}"
-                for what, seconds in (
-                    ("queued", report.queued_s),
-                    ("start", report.start_s),
-                    ("run", report.run_s),
-                )
-            ),
+            "Peak held by the framework",
+            _size(report.peak_reserved_bytes, ", its cache included", bold=""),
         ),
-        *([("Suspended", _suspension_words(report))] if report.suspensions else []),
-    ]
+        (
+            "Context",
+            _size(report.context_bytes or None, ", outside the framework's count", bold=""),
+        ),
+        ("Steps", _step_words(report.steps)),
+        ("Out of memory put down to", _oom_words(report)),
+        ("Memory snapshot", _snapshot_words(report)),
+        ("Leaked", _size(report.leaked_bytes, bold="")),
+        ("Unused reservation", _unused_percent([report])),
+        ("Tag for next time", _tag_words(tag, report)),
+        ("Time", ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in times)),
+        ("Suspended", "; ".join(map(_suspension_words, report.suspensions))),
+    )
+    return [row for row in rows if row[1]]
 
 
-def _suspension_words(report: TaskReport) -> str:
-    """Return the times in which a process was suspended because its memory was on the host."""
-
-    def words(each: Suspension) -> str:
-        reason = f" for {escape(each.reason)}" if each.reason else ""
-        device = f" on {escape(each.device)}" if each.device else ""
-        return (
-            f"{format_seconds(each.seconds)}{reason}, {format_bytes(each.moved_bytes)} to host memory in "
-            f"{format_seconds(each.out_s)} and back{device} in {format_seconds(each.in_s)}"
-        )
-
-    return "; ".join(map(words, report.suspensions))
+def _size(size_bytes: int | None, more: str = "", bold: str = "**") -> str:
+    return "" if size_bytes is None else f"{bold}{format_bytes(size_bytes)}{bold}{more}"
 
 
-def _cap_words(cap_bytes: int, report: TaskReport) -> str:
-    each = " on each device" if len(report.devices) > 1 else ""
-    return f"{format_bytes(cap_bytes)}{each}, what a framework could allocate"
+def _suspension_words(each: Suspension) -> str:
+    reason = f" for {escape(each.reason)}" if each.reason else ""
+    device = f" on {escape(each.device)}" if each.device else ""
+    return (
+        f"{format_seconds(each.seconds)}{reason}, {format_bytes(each.moved_bytes)} to host memory in "
+        f"{format_seconds(each.out_s)} and back{device} in {format_seconds(each.in_s)}"
+    )
 
 
-def _context_words(report: TaskReport) -> str:
-    return f"{format_bytes(report.context_bytes)}, outside the framework's count"
+def _tag_words(tag: TagAdvice | None, report: TaskReport) -> str:
+    """Return a tag and its reason; empty: the tag fits, or a later process may show more."""
+    if tag is None or tag.fits or report.next_words:
+        return ""
+    return f"{tag.write_words} ({tag.why})"
 
 
-def _is_news(tag: TagAdvice | None, report: TaskReport) -> TypeGuard[TagAdvice]:
-    """Return whether a report names a tag: not if the tag fits, or a later process may show more."""
-    return tag is not None and not tag.fits and not report.next_words
-
-
-def _step_words(steps: StepFacts) -> str:
+def _step_words(steps: StepFacts | None) -> str:
+    if not steps:
+        return ""
     words = [f"{steps.count} finished"]
     if steps.first_live_bytes is not None:
         words.append(f"up to {format_bytes(steps.first_live_bytes)} allocated in the first")
@@ -270,13 +224,16 @@ def _step_words(steps: StepFacts) -> str:
 
 
 def _oom_words(report: TaskReport) -> str:
+    """Return the cause of an out-of-memory error and the memory that the process would have needed."""
     words = CAUSE_WORDS.get(report.cause, escape(report.cause))
-    if report.wanted_bytes is not None:
+    if words and report.wanted_bytes is not None:
         words += f"; it would have needed {format_bytes(report.wanted_bytes)}"
     return words
 
 
 def _snapshot_words(report: TaskReport) -> str:
+    if not report.snapshot_path:
+        return ""
     viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
     return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
 
@@ -298,61 +255,50 @@ def _devices_and_processes(report: TaskReport) -> str:
         for process in report.processes[:PROCESS_LIMIT]
     ]
     text = table(("device", "process", "peak", "of its budget"), rows, right=(2, 3))
-    left = len(report.processes) - PROCESS_LIMIT
-    return text if left <= 0 else f"{text}\n\n… and {left} more, not shown."
+    return text + _left_out(len(report.processes) - PROCESS_LIMIT, "more, not shown.")
+
+
+def _left_out(count: int, what: str) -> str:
+    return f"\n\n… and {count} {what}" if count > 0 else ""
 
 
 def _phases(report: TaskReport) -> str:
     process = "NVML" if report.source == "nvml" else "process"
-    heads = ["step", "phase", "allocated", "peak allocated", "reserved", "peak reserved", process]
-    rows = [
-        [
-            str(mark.step),
-            escape(mark.name),
-            *map(
-                _mib,
-                (
-                    mark.allocated_bytes,
-                    mark.peak_allocated_bytes,
-                    mark.reserved_bytes,
-                    mark.peak_reserved_bytes,
-                    mark.process_bytes,
-                ),
-            ),
-        ]
-        for mark in report.marks
-    ]
-    if any(mark.duration_s is not None for mark in report.marks):
-        heads.append("took")
-        for row, mark in zip(rows, report.marks, strict=True):
-            row.append("–" if mark.duration_s is None else format_seconds(mark.duration_s))
-    sizes = "Sizes in MiB. The peaks of a phase are those in it, the peaks of a mark those since the mark before."
-    return table(heads, rows, right=(0, 2, 3, 4, 5, 6, 7)) + f"\n\n{sizes}"
+    sizes = ("allocated", "peak allocated", "reserved", "peak reserved", process)
+    heads: tuple[str, ...] = ("step", "phase", *sizes, "took")
+    rows = list(map(_phase, report.marks))
+    if all(mark.duration_s is None for mark in report.marks):
+        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    note = "Sizes in MiB. The peaks of a phase are those in it, the peaks of a mark those since the mark before."
+    return table(heads, rows, right=(0, 2, 3, 4, 5, 6, 7)) + f"\n\n{note}"
 
 
-def _mib(size_bytes: int | None) -> str:
+def _phase(mark: Mark) -> tuple[str, ...]:
+    sizes = (
+        mark.allocated_bytes,
+        mark.peak_allocated_bytes,
+        mark.reserved_bytes,
+        mark.peak_reserved_bytes,
+        mark.process_bytes,
+    )
     # One unit for all rows: 2.1GiB in two rows may hide 50 MiB.
-    return "–" if size_bytes is None else f"{size_bytes / MIB:,.1f}"
+    words = ("–" if size is None else f"{size / MIB:,.1f}" for size in sizes)
+    took = "–" if mark.duration_s is None else format_seconds(mark.duration_s)
+    return (str(mark.step), escape(mark.name), *words, took)
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One task run of a flow run."""
+    """A task run of a flow run."""
 
+    #: Report of its last process, or the task run without a process.
+    end: TaskReport | UnstartedRun
     #: Reports of its processes, in order; empty: no process was started.
-    attempts: tuple[TaskReport, ...]
-    #: The task run without a process; `None`: it got one.
-    unstarted: UnstartedRun | None = None
+    attempts: tuple[TaskReport, ...] = ()
 
     @property
     def last(self) -> TaskReport | None:
         return self.attempts[-1] if self.attempts else None
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.last is not None:
-            return self.last.outcome
-        return self.unstarted.outcome if self.unstarted is not None else "failed"
 
     @property
     def tries(self) -> int:
@@ -360,15 +306,10 @@ class _Run:
         return max((len(self.attempts), *(report.attempt for report in self.attempts)))
 
     @property
-    def error(self) -> str:
-        found = self.last or self.unstarted
-        return found.error if found is not None else ""
-
-    @property
     def began_at(self) -> float:
-        if self.attempts:
-            return self.attempts[0].placed_at
-        return self.unstarted.ended_at if self.unstarted is not None else 0.0
+        if isinstance(self.end, UnstartedRun):
+            return self.end.ended_at
+        return self.attempts[0].placed_at
 
 
 def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun]) -> list[_Run]:
@@ -376,8 +317,8 @@ def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun])
     by_id: dict[UUID, list[TaskReport]] = {}
     for report in sorted(reports, key=lambda report: (report.attempt, report.placed_at)):
         by_id.setdefault(report.task_run_id, []).append(report)
-    runs = [_Run(tuple(attempts)) for attempts in by_id.values()]
-    runs += [_Run((), each) for each in unstarted if each.task_run_id not in by_id]
+    runs = [_Run(attempts[-1], tuple(attempts)) for attempts in by_id.values()]
+    runs += [_Run(each) for each in unstarted if each.task_run_id not in by_id]
     return sorted(runs, key=lambda run: run.began_at)
 
 
@@ -401,7 +342,7 @@ def flow_markdown(
     if not runs:
         return parts[0] + "\n"
     sources = {report.source for report in reports}
-    parts += [note for source, note in _SOURCE_NOTES.items() if note and source in sources]
+    parts += [note for source, note in _SOURCE_NOTES.items() if source in sources]
     if attention := _attention(runs, link):
         parts += ["### Needs attention", "\n".join(attention)]
     if reports:
@@ -419,7 +360,7 @@ def flow_metadata(
 ) -> dict[str, str]:
     """Return the totals of a flow run as strings, as `TaskReport.metadata` does for one process."""
     runs = _task_runs(reports, unstarted)
-    outcomes = [run.outcome for run in runs]
+    outcomes: list[str] = [run.end.outcome for run in runs]
     return {
         # 2: outcomes count task runs. 1: outcomes counted processes.
         "schema": "2",
@@ -430,7 +371,7 @@ def flow_metadata(
         "devices": str(len({device for r in reports for device in r.devices})),
         **({"nodes": str(nodes)} if (nodes := _count_nodes(reports)) else {}),
         "leaked_bytes": str(sum(report.leaked_bytes or 0 for report in reports)),
-        "reserved_gib_s": f"{sum(r.reserved_byte_seconds for r in reports) / GIB:.3f}",
+        "reserved_gib_s": f"{_reserved_byte_seconds(reports) / GIB:.3f}",
         "wasted_gib_s": f"{sum(r.wasted_byte_seconds for r in reports) / GIB:.3f}",
         "duration_s": f"{_duration_s(reports):.3f}",
         "source": ",".join(sorted({report.source for report in reports})),
@@ -442,21 +383,17 @@ def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRu
     runs = _task_runs(reports, unstarted)
     if not runs:
         return "No GPU task ran."
-    states = [STATE_WORDS[run.outcome] for run in runs]
-    counts = [
-        f"{states.count(state)} {state}"
-        for state in dict.fromkeys(STATE_WORDS.values())
-        if state in states
-    ]
+    states = [OUTCOMES[run.end.outcome].state for run in runs]
+    known = dict.fromkeys(words.state for words in OUTCOMES.values())
+    counts = [f"{states.count(state)} {state}" for state in known if state in states]
     text = f"{_many(len(runs), 'task run')}: {', '.join(counts)}"
     text += f"; {_many(sum(run.tries for run in runs), 'attempt')}"
     if reports:
         devices = len({device for report in reports for device in report.devices})
         nodes = _count_nodes(reports)
-        of_nodes = f" of {_many(nodes, 'node')}" if nodes else ""
-        text += (
-            f" on {_many(devices, 'device')}{of_nodes} in {format_seconds(_duration_s(reports))}"
-        )
+        text += f" on {_many(devices, 'device')}"
+        text += f" of {_many(nodes, 'node')}" if nodes else ""
+        text += f" in {format_seconds(_duration_s(reports))}"
     return text + "."
 
 
@@ -468,95 +405,86 @@ def _attention(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> list
         for report in run.attempts
         if report.leaked_bytes
     ]
-    failures = [_failure(run, link) for run in runs if run.outcome != "completed"]
+    failures = [_failure(run, link) for run in runs if run.end.outcome != "completed"]
     above = [
         f"- **Above its budget**: {_name(run, link)} took {format_bytes(over)} more than its "
         f"{format_bytes(report.budget_total_bytes)}"
         for run in runs
-        if (report := run.last) is not None
+        if (report := run.last)
         and (over := report.peak_process_bytes - report.budget_total_bytes) > OVERSHOOT_BYTES
     ]
-    return [*_cut(failures, "failures"), *_cut(leaks, "leaks"), *_cut(above, "above their budget")]
+    lines: list[str] = []
+    for found, what in ((failures, "failures"), (leaks, "leaks"), (above, "above their budget")):
+        lines += found[:ATTENTION_LIMIT]
+        if (left := len(found) - ATTENTION_LIMIT) > 0:
+            lines.append(f"- … and {left} more {what}")
+    return lines
 
 
 def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
     text = f"- {_state_words(run, first=str.capitalize)}: {_name(run, link)}"
     report = run.last
-    if report is not None and report.node:
+    if report and report.node:
         text += f" on {_on(report)}"
-    if report is not None and report.cause:
+    if report and report.cause:
         text += f", put down to {_oom_words(report)}"
-    return text + (f": {escape(run.error, 300)}" if run.error else "")
+    return text + (f": {escape(run.end.error, 300)}" if run.end.error else "")
 
 
 def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
     """Return a task run's end, with `first` applied to its state: `completed, recovered after 2 retries`."""
-    state = first(STATE_WORDS[run.outcome])
-    if run.outcome == "completed":
-        return state + (
-            f", recovered after {_many(run.tries - 1, 'retry', 'retries')}" if run.tries > 1 else ""
-        )
+    state = first(OUTCOMES[run.end.outcome].state)
+    if run.end.outcome == "completed":
+        retries = f", recovered after {_many(run.tries - 1, 'retry', 'retries')}"
+        return state + (retries if run.tries > 1 else "")
     words = f"**{state}**"
-    if run.outcome in ("oom", "timeout"):
-        words += f", {OUTCOME_WORDS[run.outcome]}"
+    if run.end.outcome in ("oom", "timeout"):
+        words += f", {OUTCOME_WORDS[run.end.outcome]}"
     if not run.attempts:
         words += ", no process was started"
     return words + (f", after {run.tries} attempts" if run.tries > 1 else "")
 
 
-def _cut(lines: list[str], what: str) -> list[str]:
-    left = len(lines) - ATTENTION_LIMIT
-    return lines if left <= 0 else [*lines[:ATTENTION_LIMIT], f"- … and {left} more {what}"]
-
-
 def _flow_waste(reports: Sequence[TaskReport]) -> str:
     text = f"**Unused reservation: {_unused_percent(reports)}** of the memory that was reserved, over time."
-    if any(report.budget_source == "probe" for report in reports):
-        rest = [report for report in reports if report.budget_source != "probe"]
+    rest = [report for report in reports if report.budget_source != "probe"]
+    if len(rest) < len(reports):
         without = f"; without them: {_unused_percent(rest)}" if rest else ""
-        text += (
-            f" First runs reserve what their device has free, to find out what they need{without}."
-        )
+        why = "First runs reserve what their device has free, to find out what they need"
+        text += f" {why}{without}."
     return text
 
 
 def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
     # Few columns: the v1 UI does not wrap cells. Task runs have reports of their own.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
-    rows = []
     # Task runs that did not complete are kept first; the kept rows are shown in order.
-    ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].outcome == "completed")
-    for number, run in sorted(ranked[:ROW_LIMIT], key=lambda each: each[0]):
-        row = [str(number), _name(run, link), _state_words(run)]
-        if (report := run.last) is None:
-            row += ["–"] * 5
-        else:
-            cause = next((r.cause for r in reversed(run.attempts) if r.cause), "")
-            row += [
-                _on(report),
-                _of_budget(report) + (", probe" if report.budget_source == "probe" else ""),
-                format_seconds(report.queued_s),
-                format_seconds(report.run_s),
-                CAUSE_WORDS.get(cause, escape(cause)) or "–",
-            ]
-        rows.append(row)
+    ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].end.outcome == "completed")
+    rows = [
+        (str(number), _name(run, link), _state_words(run), *_last_process(run))
+        for number, run in sorted(ranked[:ROW_LIMIT], key=lambda each: each[0])
+    ]
     text = table(heads, rows, right=(0, 5, 6))
-    left = len(runs) - ROW_LIMIT
-    return text if left <= 0 else f"{text}\n\n… and {left} more task runs, not shown."
+    return text + _left_out(len(runs) - ROW_LIMIT, "more task runs, not shown.")
 
 
-def _of_budget(report: TaskReport) -> str:
+def _last_process(run: _Run) -> tuple[str, ...]:
+    """Return the cells on the last process of a task run: on, peak of budget, queued, run, cause."""
+    if (report := run.last) is None:
+        return ("–",) * 5
     peak, budget = report.peak_process_bytes, report.budget_total_bytes
-    if not peak:
-        return f"not seen, of {format_bytes(budget)}"
-    return f"{format_bytes(peak)} of {format_bytes(budget)} ({percent(peak, budget)})"
+    sizes = f"not seen, of {format_bytes(budget)}"
+    if peak:
+        sizes = f"{format_bytes(peak)} of {format_bytes(budget)} ({percent(peak, budget)})"
+    sizes += ", probe" if report.budget_source == "probe" else ""
+    times = map(format_seconds, (report.queued_s, report.run_s))
+    cause = next((r.cause for r in reversed(run.attempts) if r.cause), "")
+    return (_on(report), sizes, *times, CAUSE_WORDS.get(cause, escape(cause)) or "–")
 
 
 def _name(run: _Run, link: Callable[[UUID], str | None]) -> str:
-    found = run.last or run.unstarted
-    assert found is not None, "it has a process, or it has none"
-    name = escape(found.task_run_name)
-    url = link(found.task_run_id)
+    name = escape(run.end.task_run_name)
+    url = link(run.end.task_run_id)
     return f"[{name}]({url})" if url else name
 
 
@@ -587,8 +515,11 @@ def _unused_percent(reports: Sequence[TaskReport]) -> str:
     """Return the unused part of the reserved memory, over time."""
     wasted = sum(report.wasted_byte_seconds for report in reports)
     # A process that died before its first line held its device longer than its report shows.
-    reserved = max(wasted, sum(report.reserved_byte_seconds for report in reports))
-    return percent(wasted, reserved)
+    return percent(wasted, max(wasted, _reserved_byte_seconds(reports)))
+
+
+def _reserved_byte_seconds(reports: Sequence[TaskReport]) -> float:
+    return sum(report.budget_total_bytes * report.held_s for report in reports)
 
 
 def _duration_s(reports: Sequence[TaskReport]) -> float:

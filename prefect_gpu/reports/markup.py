@@ -1,4 +1,4 @@
-"""Write GitHub markdown that a user's text cannot break: escaped text, tables, images. It knows nothing of reports."""
+"""Write GitHub markdown that a user's text cannot break: escaped text, tables, images. No reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ NAME_CHARS = 200
 #: Cells without a value.
 BLANKS = ("", "–")
 
-#: Characters with a meaning inside a line; a user's text never starts a line. An underscore within a word has none,
-#: and the older UI shows the backslashes of a link's text.
+#: Characters with a meaning inside a line. An underscore within a word has none, and the v1 UI shows the backslashes
+#: of a link's text.
 _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 #: GitHub's markdown turns these into links anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
-
 
 #: Names of parameters with secret values, and secret texts: addresses with a password, and the value of
 #: `Authorization:` in a request.
@@ -57,35 +56,27 @@ def escape(text: str, limit: int = NAME_LIMIT) -> str:
 
 
 def image(alt: str, svg: str) -> str:
-    """Return a chart as a markdown image with its data inside.
-
-    Prefect's UIs remove inline `<svg>`, `style` and `class`, but show an image with a `data:` URI (Prefect 3.8.8).
-    """
+    """Return a chart as a markdown image with its data inside."""
+    # Prefect's UIs remove inline `<svg>`, `style` and `class`, but show an image with a `data:` URI (Prefect 3.8.8).
     data = base64.b64encode(svg.encode()).decode("ascii")
     return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Return a table, without columns that have no values.
+    """Return a table without its empty columns. `right` has the indices of right-aligned columns.
 
-    Args:
-        heads: Titles of the columns.
-        rows: Cells. A user's text in them must be escaped.
-        right: Indices of right-aligned columns.
+    A user's text in the cells must be escaped.
     """
-    aligned = ["--:" if column in right else "---" for column in range(len(heads))]
-    kept = [
-        at for at in range(len(heads)) if not rows or any(row[at] not in BLANKS for row in rows)
-    ]
+    columns = range(len(heads))
+    aligned = ["--:" if column in right else "---" for column in columns]
+    kept = [at for at in columns if not rows or any(row[at] not in BLANKS for row in rows)]
     lines = ([cells[at] for at in kept] for cells in (heads, aligned, *rows))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def notice(text: str) -> str:
-    """Return a highlighted paragraph from markdown on one line, in which a user's text must be escaped.
-
-    Not a block quote: the v2 UI puts quotation marks around it (Prefect 3.8.8).
-    """
+    """Return a highlighted paragraph from one line of markdown, in which a user's text must be escaped."""
+    # Not a block quote: the v2 UI puts quotation marks around it (Prefect 3.8.8).
     return f"⚠️ {text}"
 
 
@@ -97,10 +88,8 @@ def preformatted(text: str) -> str:
 
 
 def folded(title: str, text: str) -> str:
-    """Return text as `preformatted` does, folded under a plain title, which must not be a user's.
-
-    It is one block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
-    """
+    """Return text as `preformatted` does, folded under a plain title, which must not be a user's."""
+    # One block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
     return f"<details>\n<summary>{title}</summary>\n{preformatted(text)}\n</details>"
 
 

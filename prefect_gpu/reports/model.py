@@ -39,15 +39,29 @@ CAUSE_WORDS: Mapping[str, str] = {
 }
 
 Outcome = Literal["completed", "failed", "oom", "died", "timeout", "cancelled"]
-#: Words for each outcome.
-OUTCOME_WORDS: Mapping[Outcome, str] = {
-    "completed": "completed",
-    "failed": "failed",
-    "oom": "out of memory",
-    "died": "died",
-    "timeout": "timed out",
-    "cancelled": "cancelled",
+
+
+class OutcomeWords(NamedTuple):
+    """The words and the colour of an outcome."""
+
+    words: str
+    #: As in "it ran out of memory".
+    ended: str
+    #: Prefect's name of the task run's state.
+    state: str
+    #: Distinguishable with common colour blindness. Bars also name the outcome in words.
+    colour: str
+
+
+OUTCOMES: Mapping[str, OutcomeWords] = {
+    "completed": OutcomeWords("completed", "completed", "completed", "#3b82f6"),
+    "failed": OutcomeWords("failed", "failed", "failed", "#d97706"),
+    "oom": OutcomeWords("out of memory", "ran out of memory", "failed", "#dc2626"),
+    "died": OutcomeWords("died", "died", "crashed", "#475569"),
+    "timeout": OutcomeWords("timed out", "timed out", "failed", "#a855f7"),
+    "cancelled": OutcomeWords("cancelled", "was cancelled", "cancelled", "#9ca3af"),
 }
+OUTCOME_WORDS: Mapping[str, str] = {name: row.words for name, row in OUTCOMES.items()}
 
 BudgetSource = Literal["tag", "learned", "probe"]
 Source = Literal["nvml", "framework", "host", "simulated"]
@@ -68,7 +82,7 @@ class ProcessPeak:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a process ended. Only the engine's thread sets it."""
+    """The end of a process. Only the engine's thread sets it."""
 
     outcome: Outcome
     #: The error on one line. Empty: there was none.
@@ -77,7 +91,7 @@ class Verdict:
     cause: Cause | Literal[""] = ""
     #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
     wanted_bytes: int | None = None
-    #: Memory of the next process of the task run, and the reason, as text for people. Empty: the runner starts none by itself.
+    #: Memory of the next process of the task run, and the reason, as text. Empty: the runner starts none.
     next_words: str = ""
     #: Bytes of each device that the next process gets. `None`: a whole device, or there is no next process.
     next_budget_bytes: int | None = None
@@ -148,11 +162,9 @@ class TaskReport(Verdict):
     memory_summary: str = ""
     #: Path of the memory snapshot. Empty: none was written.
     snapshot_path: str = ""
-    #: Largest possible budget of its task on each device, on the largest devices: the device less driver and headroom.
-    #: `None`: not known.
+    #: Largest possible budget on the largest devices: the device less driver and headroom. `None`: not known.
     capacity_bytes: int | None = None
-    #: `False`: the body destroyed its context before the last reading of the counters, which are then too low to learn
-    #: from.
+    #: `False`: the body destroyed its context before the last reading: the counters are too low to learn from.
     counted_out: bool = True
     #: Per device: all processes together, then each process by size. Empty: one process on one device.
     processes: tuple[ProcessPeak, ...] = ()
@@ -215,16 +227,8 @@ class TaskReport(Verdict):
         last_s = self.samples[-1].at_s if self.samples else 0.0
         return max(self.start_s + self.run_s + self.suspended_s, last_s)
 
-    @property
-    def reserved_byte_seconds(self) -> float:
-        """Reserved memory over time, in byte-seconds."""
-        return self.budget_total_bytes * self.held_s
-
     def compact(self) -> TaskReport:
-        """Return a copy of a few kilobytes: a flow's report may keep thousands of them.
-
-        Its samples are merged into a coarse outline; marks, process table, memory summary and stderr are dropped.
-        """
+        """Return a copy of a few kilobytes, of which a flow's report may keep thousands."""
         return replace(
             self,
             samples=merge(self.samples, COMPACT_SAMPLES),
@@ -245,7 +249,7 @@ class TaskReport(Verdict):
 
 
 class Kind(NamedTuple):
-    """How a figure is written as text and read back."""
+    """The text form of a figure."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
@@ -265,7 +269,7 @@ FLAG = Kind(str, lambda text: text == "True")
 WORD = _or("none", "", TEXT)
 #: Bytes of one device. `None`: not known, or there is no limit.
 SIZE, LIMIT = _or("unknown", None, NUMBER), _or("none", None, NUMBER)
-#: Bytes on all devices together. A history keeps an equal share per device, rounded up.
+#: Bytes on all devices together. A history keeps an equal share of each device, rounded up.
 TOTAL = _or("unknown", None, NUMBER)
 #: One value for each device.
 TEXTS = Kind(",".join, lambda text: [each for each in text.split(",") if each])
@@ -273,13 +277,13 @@ SIZES = Kind(lambda sizes: ",".join(map(str, sizes)), lambda text: [*map(int, TE
 
 
 class Figure(NamedTuple):
-    """A row of the table of figures: a fact of a report, its published form and its field in the history."""
+    """A row of the table of figures: a value of a report, its published form and its field in the history."""
 
     #: Name in the published metadata.
     name: str
     kind: Kind
-    #: A field of `TaskReport`, or `steps.NAME` for a field of `StepFacts`; empty: the field named as the figure. A
-    #: function computes the figure, which is then not read back.
+    #: A field of `TaskReport`, or `steps.NAME` for a field of `StepFacts`; empty: the field with the figure's name. A
+    #: function computes the figure: such a figure is not read back.
     source: str | Callable[[TaskReport], object] = ""
     #: The field of `PastRun`. Empty: the history does not keep the figure.
     history: str = ""
@@ -295,8 +299,8 @@ class Figure(NamedTuple):
         return None if owner is None else getattr(owner, name)
 
 
-#: All figures in their published order: the base of `TaskReport.metadata`, `figure_values`, `read_metadata` and
-#: `past_run`.
+#: All figures in their published order: the base of `TaskReport.metadata`, `figure_values`, `read_metadata`,
+#: `past_run` and the payloads of events.
 FIGURES = (
     Figure("schema", NUMBER, lambda report: SCHEMA),
     Figure("task_key", TEXT),
@@ -342,15 +346,21 @@ FIGURES = (
     Figure("step_s", REAL, "steps.step_s", "step_s", optional=True),
 )
 
-_KINDS = {figure.name: figure.kind for figure in FIGURES}
+_BY_NAME = {figure.name: figure for figure in FIGURES}
+
+
+def figures_of(report: TaskReport, *names: str) -> dict[str, Any]:
+    """Return some figures of a report, by name, as values."""
+    return {name: _BY_NAME[name].value(report) for name in names}
 
 
 def figure_values(figures: Mapping[str, str]) -> dict[str, object]:
     """Return published figures as JSON values: numbers, booleans, lists, words; `None`: unknown or absent."""
-    return {name: _value(_KINDS.get(name), text) for name, text in figures.items()}
+    return {name: _value(name, text) for name, text in figures.items()}
 
 
-def _value(kind: Kind | None, text: str) -> object:
+def _value(name: str, text: str) -> object:
+    kind = _BY_NAME[name].kind if name in _BY_NAME else None
     if kind in (TEXT, WORD):
         return text
     if kind in (TEXTS, SIZES):
@@ -369,15 +379,9 @@ def _value(kind: Kind | None, text: str) -> object:
 def read_metadata(
     figures: Mapping[str, str], task_run_id: UUID, flow_run_id: UUID | None, task_run_name: str = ""
 ) -> TaskReport:
-    """Return a report from its published figures, complete enough for advice and for a replay of its flow run.
+    """Return a report from its published figures, for advice and for a replay of its flow run.
 
     The report has one sample, at its end, and no marks or texts.
-
-    Args:
-        figures: As `TaskReport.metadata` returned them.
-        task_run_id: Of the artifact.
-        flow_run_id: Of the artifact.
-        task_run_name: Of the task run in Prefect.
 
     Raises:
         ValueError: A figure is missing or unreadable.
@@ -428,18 +432,14 @@ class UnstartedRun:
 
 
 def past_run(report: TaskReport) -> PastRun:
-    """Return the entry of a task's history for a process.
-
-    A report sums over all devices, a history is about one: each of several devices counts with an equal share, rounded
-    up.
-    """
+    """Return the entry of a task's history for a process: of one device, with an equal share of each `TOTAL`."""
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
     steps = report.steps
     if steps and not steps.alike:
         steps = replace(steps, steady_live_bytes=None)
-    # The budget of a probe that shared its device does not show what the task needs.
+    # The budget of a probe that shared its device says nothing about the task's need.
     shared_probe = report.budget_source == "probe" and report.cap_bytes is not None
     known = replace(
         report,

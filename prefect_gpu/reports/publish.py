@@ -1,7 +1,7 @@
 """Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers artifact keys, the API calls, their thread, and the folder for reports that the API does not take. Text and
-numbers come from `markdown` and `model`. `history` makes its calls in the same thread.
+It covers artifact keys, the API calls, their thread, and the folder for unpublished reports. Text and numbers come
+from `markdown` and `model`. `history` makes its calls in the same thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -55,14 +55,16 @@ PROGRESS_FAILED_S = 60.0
 #: Most characters of a key, so that the URL of an artifact stays short.
 KEY_LIMIT = 100
 
+#: Items in one answer of the API.
+PAGE = 200
+
 #: Most reports that wait to be published. More wait only if the API hangs.
 WAITING_LIMIT = 1000
 
 #: First and longest pause in seconds after a failed call. The pause doubles while all calls fail.
 RETRY_DELAYS_S = (0.5, 8.0)
 
-#: Calls for one report after a timeout or an error of the API's own. The API may have created the artifact all the
-#: same, so more calls could create many.
+#: Calls for one report after a timeout or an error of the API's own. Each of them may have created the artifact.
 TRIES = 3
 
 #: Seconds for one request. Prefect's default of 60 is too long at the end of a flow.
@@ -89,11 +91,9 @@ def bounded_settings(of: SettingsContext, timeout_s: float) -> SettingsContext:
 # Cached: slugify searches `sys.path` for a package that is not installed, 0.3 ms a call.
 @functools.lru_cache(256)
 def artifact_key(prefix: str, name: str) -> str:
-    """Return an artifact's key: lower-case letters, digits and single dashes, never empty.
+    """Return an artifact's key from a kind (`gpu-memory`) and any name: lower-case letters, digits and single dashes.
 
-    Args:
-        prefix: Kind of artifact, as in `gpu-memory`.
-        name: Any text. Other scripts are transliterated. A digest replaces what is too long or has no transliteration.
+    Other scripts are transliterated. A digest replaces text that is too long or has no transliteration.
     """
     front = slugify(prefix)
     slug = slugify(name)
@@ -124,32 +124,22 @@ def flow_artifact(
     flow_name: str,
     flow_run_id: UUID | None,
 ) -> ArtifactCreate:
-    """Return the artifact of one flow run.
-
-    Args:
-        reports: One for each process; compact ones are enough.
-        unstarted: Task runs that never got a process.
-        flow_name: Part of the artifact's key.
-        flow_run_id: The flow run that shows the artifact. `None`: no flow run.
-    """
+    """Return the artifact of one flow run from a (compact) report of each process; see `flow_markdown`."""
     return ArtifactCreate(
         key=artifact_key(FLOW_PREFIX, flow_name),
         type="markdown",
         description=f"Flow report · {flow_headline(reports, unstarted)}",
-        data=flow_markdown(reports, unstarted, flow_name=flow_name, link=_task_run_url),
+        # The address is `None` if Prefect has no address of a UI.
+        data=flow_markdown(
+            reports, unstarted, flow_name=flow_name, link=functools.partial(url_for, "task-run")
+        ),
         metadata_=cut_values(flow_metadata(reports, unstarted)),
         flow_run_id=flow_run_id,
     )
 
 
 class ProgressArtifact:
-    """The artifact with the progress of one flow run. For one thread at a time.
-
-    Args:
-        read: Returns the counts of task runs.
-        flow_name: Part of the artifact's key.
-        flow_run_id: The flow run that shows the artifact.
-    """
+    """The artifact with the progress of one flow run, from the counts that `read` returns. For one thread at a time."""
 
     def __init__(
         self, read: Callable[[], RunCounts], *, flow_name: str, flow_run_id: UUID | None
@@ -169,30 +159,30 @@ class ProgressArtifact:
         if said == self._said:
             return
         share, words = said
+        content: dict[str, Any] = {"data": share, "description": words}
         if self.id is None:
             artifact = ArtifactCreate(
-                key=self._key,
-                type="progress",
-                data=share,
-                description=words,
-                flow_run_id=self._flow_run_id,
+                key=self._key, type="progress", flow_run_id=self._flow_run_id, **content
             )
             self.id = client.create_artifact(artifact).id
         else:
             # Not `update_artifact`: it emits an event each time, and at the end of a program Prefect waits for unsent
             # events, with a warning (3.8.8).
-            client.request(
-                "PATCH",
-                "/artifacts/{id}",
-                path_params={"id": self.id},
-                json={"data": share, "description": words},
-            )
+            which = {"id": self.id}
+            client.request("PATCH", "/artifacts/{id}", path_params=which, json=content)
         self._said = said
 
 
-def _task_run_url(task_run_id: UUID) -> str | None:
-    """Return the address of a task run's page; `None`: Prefect has no address of a UI."""
-    return url_for("task-run", task_run_id)
+def read_pages(
+    client: SyncPrefectClient, what: str, asked: Mapping[str, Any], **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield all items of a kind (`artifacts`, `task_runs`) that a filter of the API finds, one call a page."""
+    for offset in itertools.count(0, PAGE):
+        body = {**asked, "limit": PAGE, "offset": offset}
+        page = client.request("POST", f"/{what}/filter", json=body, **options).json()  # type: ignore[arg-type]
+        yield from page
+        if len(page) < PAGE:
+            return
 
 
 def cut_values(metadata: dict[str, str]) -> dict[str, str]:
@@ -202,11 +192,11 @@ def cut_values(metadata: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One call for the publisher's thread."""
+    """A call for the publisher's thread."""
 
-    #: Publishes something. Called again after a failure.
+    #: Called again after a failure.
     call: Callable[[SyncPrefectClient], object]
-    #: Waiting jobs of one series replace each other. `None`: no series.
+    #: `None`: no series.
     series: Hashable = None
     #: Makes the artifact whose text goes to a file if the call is given up. `None`: the job is dropped.
     artifact: Callable[[], ArtifactCreate] | None = None
@@ -223,11 +213,8 @@ class Publisher:
     keep their order. A report that the API refuses, or that still waits when the publisher is closed, is written to a
     file. `close` logs one warning, which names the folder.
 
-    Args:
-        lend: Returns a client for the flow's API, for use in a `with` block. Called for each try, in the publisher's
-            thread, under the settings that were active when the publisher was created.
-        logger: Gets the warning; Prefect's `prefect.gpu` by default.
-        retry_delays_s: See `RETRY_DELAYS_S`.
+    `lend` returns a client for the flow's API. The publisher's thread calls it for each try, under the settings that
+    were active when the publisher was created.
     """
 
     def __init__(
@@ -240,8 +227,7 @@ class Publisher:
         self._lend = lend
         self._logger = logger or get_logger("gpu")
         self._first_delay_s, self._most_delay_s = retry_delays_s
-        # A new thread has no Prefect context. Without the flow's settings `create_artifact` would start a temporary
-        # server to emit its event.
+        # Without the flow's settings `create_artifact` would start a temporary server to emit its event.
         self._settings = get_settings_context()
         #: Guards everything below; notified when a job is added or done, and on `close`.
         self._changed = threading.Condition()
@@ -274,7 +260,8 @@ class Publisher:
 
     def publish(self, report: TaskReport, earlier: Sequence[TaskReport] = ()) -> None:
         """Publish the report of one process; return at once. See `task_artifact`."""
-        self._put_artifact(functools.partial(task_artifact, report, earlier))
+        make = functools.partial(task_artifact, report, earlier)
+        self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
 
     def publish_flow(
         self,
@@ -306,17 +293,11 @@ class Publisher:
     def put(
         self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
     ) -> None:
-        """Queue another call that publishes something; return at once. A call that is given up counts as a lost report.
+        """Queue another call, which is repeated after a failure; return at once.
 
-        Args:
-            call: Publishes it. Repeated after a failure.
-            series: Waiting jobs of one series replace each other. `None`: no series.
-            most: Most waiting jobs of the series, from 1. Older ones are dropped and do not count as lost.
+        At most `most` jobs of a series wait: older jobs are dropped. A call that is given up counts as a lost report.
         """
         self._put(Job(call, series), most)
-
-    def _put_artifact(self, make: Callable[[], ArtifactCreate]) -> None:
-        self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
 
     def _put(self, job: Job, most: int = 0) -> None:
         with self._changed:
@@ -376,8 +357,7 @@ class Publisher:
         with self._changed:
             self._ended = self._closed = True
             self._changed.notify_all()
-            left = ([] if self._current is None else [self._current], self._waiting)
-            for job in itertools.chain(*left):
+            for job in filter(None, (self._current, *self._waiting)):
                 self._give_up(job, self._last_error or reason)
             self._current = None
             self._waiting.clear()
@@ -398,9 +378,16 @@ class Publisher:
     def _run(self) -> None:
         with bounded_settings(self._settings, REQUEST_TIMEOUT_S):
             while (job := self._next()) is not None:
-                self._take_answer(job, self._try(job))
+                error = None
+                try:
+                    with self._lend() as client:
+                        job.call(client)
+                except Exception as raised:  # noqa: BLE001
+                    # Process boundary: the API, or an error in drawing a report, must not fail the flow.
+                    error = raised
+                self._take_answer(job, error)
                 # The job's report must not stay alive until the next job.
-                del job
+                del job, error
 
     def _next(self) -> Job | None:
         """Wait for the next job and its time; return `None` at the end."""
@@ -426,15 +413,6 @@ class Publisher:
                 self._changed.wait(wait_s)
         return None
 
-    def _try(self, job: Job) -> Exception | None:
-        try:
-            with self._lend() as client:
-                job.call(client)
-        except Exception as error:  # noqa: BLE001
-            # Process boundary: the API, or an error in drawing a report, must not fail the flow.
-            return error
-        return None
-
     def _take_answer(self, job: Job, error: Exception | None) -> None:
         with self._changed:
             self._current = None
@@ -452,9 +430,9 @@ class Publisher:
                 return
             tries = job.tries + (not is_away(error))
             if not may_pass(error) or tries >= TRIES:
-                self._give_up(job, _first_line(error))
+                self._give_up(job, first_line(error))
                 return
-            self._last_error = _first_line(error)
+            self._last_error = first_line(error)
             self._waiting.appendleft(replace(job, tries=tries))
             self._delay_s = min(self._delay_s * 2 or self._first_delay_s, self._most_delay_s)
             self._next_call_s = time.monotonic() + max(self._delay_s, read_retry_after(error))
@@ -471,7 +449,7 @@ class Publisher:
                 return
         except Exception as error:  # noqa: BLE001
             # Process boundary: a full disk, or an error in drawing a report, must not fail the flow.
-            self._last_error = f"{reason}; {_first_line(error)}"
+            self._last_error = f"{reason}; {first_line(error)}"
         self.lost += 1
 
     def _save(self, artifact: ArtifactCreate) -> None:
@@ -493,7 +471,8 @@ def _count(reports: int) -> str:
     return "1 memory report was" if reports == 1 else f"{reports} memory reports were"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -1,9 +1,6 @@
 """The published reports of flow runs, read back from Prefect's API: as an object, a page, JSON or CSV.
 
-    flow run (id or name) -> report() reads artifacts and task runs -> FlowRunReport -> HTML, JSON, CSV
-    flow, or flow run     -> read_task_reports() reads the reports of its last runs
-
-The page is one file: charts are in it, and nothing is loaded from elsewhere.
+`report` reads one flow run, `read_task_reports` the last runs of a flow. The page is one file with its charts.
 """
 
 from __future__ import annotations
@@ -44,14 +41,11 @@ from prefect_gpu.errors import ReportError
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import is_secret
 from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
-from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX
+from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX, read_pages
 from prefect_gpu.units import format_seconds
 
 #: Most characters of a flow run's parameters on a page.
 _PARAMETERS_LIMIT = 500
-
-#: Items in one answer of the API.
-_PAGE = 200
 
 #: A chart in markdown: some ten thousand characters that a terminal cannot show.
 _IMAGE = re.compile(r"!\[[^\n]*\]\(data:[^)]*\)\n*")
@@ -70,11 +64,14 @@ section { margin: 1rem 0 1rem 1.2rem; }
 summary { cursor: pointer; }
 """
 
-#: First characters of a formula in spreadsheets. East Asian ones accept the wide characters, too.
+#: First characters of a formula in spreadsheets. East Asian spreadsheets accept also the wide characters.
 _FORMULA = tuple("=+-@＝＋－＠")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", re.IGNORECASE)
 
-#: What to do if no API answers.
+#: Names in the metadata of a leaderboard.
+_LEADERBOARD = {"metric", "best", "values"}
+
+#: Advice if no API answers.
 _START_SERVER = (
     "check that `prefect server start` runs, and that PREFECT_API_URL is its address, as in "
     "http://127.0.0.1:4200/api"
@@ -115,7 +112,7 @@ class FlowRunReport:
     flow_run_id: UUID
     #: Name of the flow run's state, such as "Completed".
     state: str
-    #: The report of the whole, in GitHub markdown; empty: it is not published yet.
+    #: The flow's report in GitHub markdown; empty: it is not published yet.
     markdown: str = field(repr=False)
     figures: Mapping[str, str]
     #: In the order of publication.
@@ -144,20 +141,16 @@ class FlowRunReport:
         title = html.escape(clean(f"{self.flow_run} ({self.state})"))
         parts = [f"<h1>{title}</h1>"]
         if self.facts:
-            rows = "".join(
-                f"<tr><th>{html.escape(clean(name))}</th><td>{html.escape(clean(value))}</td></tr>"
-                for name, value in self.facts
-            )
+            facts = ((html.escape(clean(name)), html.escape(clean(v))) for name, v in self.facts)
+            rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in facts)
             parts.append(f"<table>{rows}</table>")
         whole = self.markdown or "The flow has not ended yet."
         parts += map(_html, (whole, *self.leaderboards))
         for each in self.processes:
             attempt, outcome = each.figures.get("attempt", "?"), each.figures.get("outcome", "")
             summary = html.escape(clean(f"{each.task_run} · attempt {attempt} · {outcome}"))
-            parts.append(
-                f"<details><summary>{summary}</summary>"
-                f"<section>{_html(each.markdown)}</section></details>"
-            )
+            content = f"<summary>{summary}</summary><section>{_html(each.markdown)}</section>"
+            parts.append(f"<details>{content}</details>")
         body = "\n".join(parts)
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -167,19 +160,20 @@ class FlowRunReport:
 
     def to_json(self) -> str:
         """Return the figures as JSON, without texts and charts: sizes in bytes, times in seconds, `null`: not known."""
+        processes = [
+            {
+                "task_run": each.task_run,
+                "task_run_id": str(each.task_run_id),
+                "figures": figure_values(each.figures),
+            }
+            for each in self.processes
+        ]
         found = {
             "flow_run": self.flow_run,
             "flow_run_id": str(self.flow_run_id),
             "state": self.state,
             "figures": figure_values(self.figures),
-            "processes": [
-                {
-                    "task_run": each.task_run,
-                    "task_run_id": str(each.task_run_id),
-                    "figures": figure_values(each.figures),
-                }
-                for each in self.processes
-            ],
+            "processes": processes,
         }
         return json.dumps(found, indent=2)
 
@@ -189,12 +183,12 @@ class FlowRunReport:
         A text that a spreadsheet would take for a formula is preceded by `'`.
         """
         names = list(dict.fromkeys(name for each in self.processes for name in each.figures))
-        written = io.StringIO()
-        rows = csv.writer(written, lineterminator="\n")
-        rows.writerow(["task_run", "task_run_id", *map(_cell, names)])
+        rows = [("task_run", "task_run_id", *names)]
         for each in self.processes:
             values = (each.figures.get(name, "") for name in names)
-            rows.writerow([*map(_cell, (each.task_run, str(each.task_run_id or ""), *values))])
+            rows.append((each.task_run, str(each.task_run_id or ""), *values))
+        written = io.StringIO()
+        csv.writer(written, lineterminator="\n").writerows(map(_cell, row) for row in rows)
         return written.getvalue()
 
     def to_text(self) -> str:
@@ -204,10 +198,8 @@ class FlowRunReport:
     def _repr_html_(self) -> str:
         # A frame isolates the notebook from the report's style and content.
         page = html.escape(self.to_html(), quote=True)
-        return (
-            f'<iframe sandbox srcdoc="{page}" style="width:100%;height:{_NOTEBOOK_HEIGHT}px;'
-            'border:0"></iframe>'
-        )
+        style = f"width:100%;height:{_NOTEBOOK_HEIGHT}px;border:0"
+        return f'<iframe sandbox srcdoc="{page}" style="{style}"></iframe>'
 
 
 def report(flow_run: UUID | str) -> FlowRunReport:
@@ -222,8 +214,8 @@ def report(flow_run: UUID | str) -> FlowRunReport:
     with open_api() as client:
         run = _find(client, flow_run)
         flow_name = client.read_flow(run.flow_id).name
-        task_runs = {UUID(each["id"]): each for each in _pages(client, "task_runs", [run.id])}
-        artifacts = sorted(_pages(client, "artifacts", [run.id]), key=lambda each: each["created"])
+        task_runs = {UUID(each["id"]): each for each in _all_of(client, "task_runs", [run.id])}
+        artifacts = sorted(_all_of(client, "artifacts", [run.id]), key=lambda a: a["created"])
     names = {id_: each["name"] for id_, each in task_runs.items()}
     whole = [each for each in artifacts if each["key"].startswith(FLOW_PREFIX)]
     processes = [each for each in artifacts if each["key"].startswith(TASK_PREFIX)]
@@ -242,7 +234,7 @@ def report(flow_run: UUID | str) -> FlowRunReport:
         tuple(_process(each, names) for each in processes),
         {id_: _submission(each) for id_, each in task_runs.items()},
         _facts(flow_name, run),
-        tuple(each["data"] for each in artifacts if _is_leaderboard(each["metadata_"] or {})),
+        tuple(a["data"] for a in artifacts if (a["metadata_"] or {}).keys() >= _LEADERBOARD),
     )
 
 
@@ -271,16 +263,8 @@ def _without_secrets(name: str, value: Any) -> Any:
     return "(secret)" if is_secret(name, str(value)) else value
 
 
-def _is_leaderboard(metadata: Mapping[str, str]) -> bool:
-    return {"metric", "best", "values"} <= metadata.keys()
-
-
 def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
-    """Read the reports of the GPU tasks of a flow from Prefect's API, as values.
-
-    Args:
-        flow: Name of a flow, or id or name of one flow run.
-        last: How many of the flow's last runs are read.
+    """Read the reports of the GPU tasks of one flow run, or of a flow's `last` runs, from Prefect's API, as values.
 
     Raises:
         ReportError: There is no such flow, its runs have no reports, or the API does not answer.
@@ -288,11 +272,13 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
     with open_api() as client:
         accepted = "the name of a flow that has run, the id or the name of a flow run"
         runs = _last_runs(client, str(flow), last) or [_find(client, flow, accepted)]
-        artifacts = list(_pages(client, "artifacts", [run.id for run in runs], TASK_PREFIX))
+        of_tasks = {"artifacts": {"key": {"like_": f"{TASK_PREFIX}-"}}}
+        artifacts = list(_all_of(client, "artifacts", [run.id for run in runs], of_tasks))
     reports: list[TaskReport] = []
     unreadable: ReportError | None = None
     for each in artifacts:
-        if each["task_run_id"] is None:
+        # The filter finds the text anywhere in a key.
+        if each["task_run_id"] is None or not each["key"].startswith(TASK_PREFIX):
             continue
         ids = UUID(each["task_run_id"]), UUID(each["flow_run_id"])
         try:
@@ -343,13 +329,10 @@ def correct_address(url: str | None) -> str | None:
 
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
     """Return a flow's last runs that have begun; none if no flow has that name."""
+    begun = FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
     return client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(
-                type=FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
-            )
-        ),
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=begun)),
         sort=FlowRunSort.EXPECTED_START_TIME_DESC,
         limit=last,
     )
@@ -373,12 +356,10 @@ def _task_report(
 def _submission(task_run: Mapping[str, Any]) -> Submission:
     # `__parents__` names the task whose body submitted this one: it does not wait for the end of that body.
     given = (inputs for name, inputs in task_run["task_inputs"].items() if name != "__parents__")
-    ids = dict.fromkeys(
-        UUID(each["id"]) for inputs in given for each in inputs if each["input_type"] == "task_run"
-    )
+    runs = (each for inputs in given for each in inputs if each["input_type"] == "task_run")
     at = task_run["expected_start_time"] or task_run["created"]
     submitted = datetime.fromisoformat(at.replace("Z", "+00:00"))
-    return Submission(submitted.timestamp(), tuple(ids))
+    return Submission(submitted.timestamp(), tuple(dict.fromkeys(UUID(run["id"]) for run in runs)))
 
 
 def _process(artifact: Mapping[str, Any], names: Mapping[UUID, str]) -> ProcessReport:
@@ -396,36 +377,24 @@ def _find(
         flow_run_id = UUID(str(flow_run))
     except ValueError:
         named = FlowRunFilter(name=FlowRunFilterName(any_=[str(flow_run)]))
-        found = client.read_flow_runs(
-            flow_run_filter=named, sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=1
-        )
-        if not found:
-            raise ReportError(
-                f"{flow_run!r} names no flow run; accepted: {accepted}, as `prefect flow-run ls` shows "
-                "them"
-            ) from None
-        return found[0]
+        newest = FlowRunSort.EXPECTED_START_TIME_DESC
+        for run in client.read_flow_runs(flow_run_filter=named, sort=newest, limit=1):
+            return run
+        raise ReportError(
+            f"{flow_run!r} names no flow run; accepted: {accepted}, as `prefect flow-run ls` shows them"
+        ) from None
     try:
         return client.read_flow_run(flow_run_id)
     except ObjectNotFound:
         raise ReportError(f"there is no flow run {flow_run_id} at {client.api_url}") from None
 
 
-def _pages(
-    client: SyncPrefectClient, what: str, flow_run_ids: Sequence[UUID], prefix: str = ""
+def _all_of(
+    client: SyncPrefectClient, what: str, flow_run_ids: Sequence[UUID], more: Mapping[str, Any] = {}
 ) -> Iterator[dict[str, Any]]:
-    """Yield all `artifacts` or `task_runs` of flow runs, one call a page; `prefix` begins the keys of artifacts."""
+    """Yield all `artifacts` or `task_runs` of flow runs; `more` are further filters."""
     of_runs = FlowRunFilter(id=FlowRunFilterId(any_=[*flow_run_ids])).model_dump(mode="json")
-    keys = {"artifacts": {"key": {"like_": f"{prefix}-"}}} if prefix else {}
-    offset = 0
-    while True:
-        asked = {"flow_runs": of_runs, "limit": _PAGE, "offset": offset, "sort": "ID_DESC", **keys}
-        found = client.request("POST", f"/{what}/filter", json=asked).json()  # type: ignore[arg-type]
-        # The filter finds the text anywhere in a key.
-        yield from (each for each in found if str(each.get("key", "")).startswith(prefix))
-        if len(found) < _PAGE:
-            return
-        offset += len(found)
+    return read_pages(client, what, {"flow_runs": of_runs, "sort": "ID_DESC", **more})
 
 
 def _cell(text: str) -> str:
@@ -437,9 +406,5 @@ def _cell(text: str) -> str:
 def _html(markdown: str) -> str:
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
     # The default accepts no SVG as an image.
-    renderer.validateLink = _any_link  # type: ignore[method-assign]
+    renderer.validateLink = lambda url: True  # type: ignore[method-assign]
     return str(renderer.render(markdown))
-
-
-def _any_link(url: str) -> bool:
-    return True

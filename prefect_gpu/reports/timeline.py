@@ -9,8 +9,9 @@ import heapq
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from prefect_gpu.measurements import Mark, Sample, Suspension
 from prefect_gpu.reports.canvas import (
@@ -28,7 +29,7 @@ from prefect_gpu.reports.canvas import (
     text_width,
     time_ticks,
 )
-from prefect_gpu.reports.model import OUTCOME_WORDS, Outcome, TaskReport
+from prefect_gpu.reports.model import OUTCOMES, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
@@ -36,21 +37,14 @@ from prefect_gpu.units import MIB, format_bytes, format_seconds
 #: wider image would be too small to read.
 WIDTH = 720
 
+#: Left and right end of the time axis of a flow run, in pixels.
+_GANTT = 158, WIDTH - 20
+
 PROCESS = "#3b82f6"
 PROCESS_EDGE = "#2563eb"
 RESERVED = "#9333ea"
 REFUSED = "#dc2626"
 HELD = "#94a3b8"
-
-#: Distinguishable with common colour blindness. Bars also name the outcome in words.
-OUTCOME_COLOURS: Mapping[Outcome, str] = {
-    "completed": "#3b82f6",
-    "failed": "#d97706",
-    "oom": "#dc2626",
-    "died": "#475569",
-    "timeout": "#a855f7",
-    "cancelled": "#9ca3af",
-}
 
 #: Colours of phases, in the order of their names' first occurrence, repeated cyclically.
 PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
@@ -69,6 +63,10 @@ TITLE_LIMIT = 200
 #: Error in seconds of a double that holds seconds since the epoch, and of a sum of two.
 EPOCH_PRECISION_S = 1e-6
 
+#: Converts seconds to pixels.
+_Scale: TypeAlias = Callable[[float], float]
+#: Times in seconds, each with its bytes.
+_Series: TypeAlias = list[tuple[float, int]]
 #: The bytes of a point of a series.
 _amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
 
@@ -81,14 +79,8 @@ _TALLEST_BUDGET = 3.0
 
 def outline(
     samples: Sequence[Sample], value: Callable[[Sample], int | None], buckets: int
-) -> list[tuple[float, int]]:
-    """Return a series as points of a line that keeps the extremes of each stretch of time.
-
-    Args:
-        samples: In order of time.
-        value: Returns the number to draw, or `None` to leave the sample out.
-        buckets: Number of stretches. Each has at most two points: its minimum and maximum.
-    """
+) -> _Series:
+    """Return a line with the minimum and maximum of each of `buckets` stretches of time, without values of `None`."""
     points = [(s.at_s, v) for s in samples if (v := value(s)) is not None]
     if len(points) <= 2 * buckets:
         return points
@@ -101,9 +93,6 @@ def outline(
     return kept
 
 
-# -- one process ---------------------------------------------------------------------------------
-
-
 def task_timeline_svg(report: TaskReport) -> str:
     """Draw the memory of one process over time, with its budget, phases and marks.
 
@@ -114,9 +103,8 @@ def task_timeline_svg(report: TaskReport) -> str:
     tints = _tints(marks)
     left, right, top = 74, WIDTH - 20, 84 if marks else 62
     bottom = top + 226
-    canvas = Canvas(
-        WIDTH, bottom + (84 if tints else 52), f"Memory of {report.task_run_name} over time"
-    )
+    title = f"Memory of {report.task_run_name} over time"
+    canvas = Canvas(WIDTH, bottom + (84 if tints else 52), title)
 
     process = outline(report.samples, lambda s: s.process_bytes, 300)
     reserved = outline(report.samples, lambda s: s.reserved_bytes, 300)
@@ -151,7 +139,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.line([(left, y_of(size)), (right, y_of(size))], GRID)
         canvas.text(left - 10, y_of(size) + 4, label, fill=MUTED, anchor="end")
     _time_axis(canvas, end_s, x_of, bottom, "time since the task was placed")
-    _draw_marks(canvas, marks, tints, x_of, top, bottom)
+    _draw_marks(canvas, marks, x_of, top, bottom)
 
     if process:
         ends = [(process[0][0], 0), *process, (process[-1][0], 0)]
@@ -178,15 +166,8 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
         x, end_x = x_of(each.begun_s), x_of(each.ended_s)
-        canvas.rect(
-            x,
-            top,
-            max(1.0, end_x - x),
-            bottom - top,
-            MUTED,
-            opacity=0.15,
-            title=_suspension_words(each),
-        )
+        width, title = max(1.0, end_x - x), _suspension_words(each)
+        canvas.rect(x, top, width, bottom - top, MUTED, opacity=0.15, title=title)
         for row, words in enumerate(("suspended", f"for {each.reason}" if each.reason else "")):
             if label := shorten(clean(words), end_x - x - 6, 12):
                 middle, y = (x + end_x) / 2, (top + bottom) / 2 + 16 * row
@@ -233,14 +214,10 @@ def _tints(marks: Sequence[Mark]) -> dict[str, str]:
 
 
 def _draw_marks(
-    canvas: Canvas,
-    marks: Sequence[Mark],
-    tints: Mapping[str, str],
-    x_of: Callable[[float], float],
-    top: float,
-    bottom: float,
+    canvas: Canvas, marks: Sequence[Mark], x_of: _Scale, top: float, bottom: float
 ) -> None:
     """Draw phases as tinted stretches of the time axis, other marks as lines with names."""
+    tints = _tints(marks)
     free_x = 0.0
     for mark in marks:
         x = x_of(mark.at_s)
@@ -277,9 +254,7 @@ def _end_s(report: TaskReport) -> float:
     return max(*latest, *(mark.at_s + (mark.duration_s or 0) for mark in report.marks), 0.05)
 
 
-def _time_axis(
-    canvas: Canvas, end_s: float, x_of: Callable[[float], float], y: float, title: str
-) -> None:
+def _time_axis(canvas: Canvas, end_s: float, x_of: _Scale, y: float, title: str) -> None:
     canvas.line([(x_of(0), y), (x_of(end_s), y)], MUTED)
     for at_s, label in time_ticks(end_s):
         x = x_of(at_s)
@@ -290,18 +265,11 @@ def _time_axis(
     canvas.text(WIDTH - 20, y + 38, title, size=12, fill=MUTED, anchor="end")
 
 
-# -- a flow run ----------------------------------------------------------------------------------
-
-
 def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -> str:
     """Draw the processes on each device over time, with the memory of the device below their bars.
 
-    A bar is a process while it held its reservation, filled to the part that it used at its peak. Takes about 4 ms for
-    19 processes.
-
-    Args:
-        reports: One for each process.
-        numbers: Row of each report's task run in the flow's table; empty: in the order of `reports`.
+    A bar is a process while it held its reservation, filled to its peak. Takes about 4 ms for 19 processes. `numbers`
+    are the rows of the task runs in the flow's table; empty: the order of `reports`.
     """
     numbers = numbers or range(1, len(reports) + 1)
     numbered = [(i, r) for i, r in zip(numbers, reports, strict=True) if r.devices]
@@ -318,18 +286,13 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
     )
     devices.sort(key=lambda device: (_by_number(device.host), device.index, device.uuid))
     most = min(GANTT_LIMIT, BAR_LIMIT // max(1, len(devices)))
-    left, right, top = 158, WIDTH - 20, 52
+    (left, right), top = _GANTT, 52
     lanes = [_Lane(device, by_device[device], start, most) for device in devices]
-    left_out = _left_out_words(
-        len(by_device) - len(lanes),
-        sum(len(by_device[lane.device]) - len(lane.bars) for lane in lanes),
-    )
+    undrawn = sum(len(by_device[lane.device]) - len(lane.bars) for lane in lanes)
+    left_out = _left_out_words(len(by_device) - len(lanes), undrawn)
     bottom = top + sum(lane.height for lane in lanes) + (0 if lanes else 40)
-    canvas = Canvas(
-        WIDTH,
-        bottom + (74 if left_out else 50),
-        "What ran on each device, and the memory it held",
-    )
+    title = "What ran on each device, and the memory it held"
+    canvas = Canvas(WIDTH, bottom + (74 if left_out else 50), title)
 
     def x_of(at_s: float) -> float:
         return left + (right - left) * at_s / end_s
@@ -339,7 +302,7 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
     y = float(top)
     titled = sum(len(lane.bars) for lane in lanes) <= TITLE_LIMIT
     for lane in lanes:
-        _draw_lane(canvas, lane, x_of, y, left, right, titled)
+        _draw_lane(canvas, lane, x_of, y, titled)
         y += lane.height
     if not lanes:
         words = "no process was placed on a device"
@@ -348,14 +311,8 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
     if left_out:
         canvas.text(WIDTH - 20, bottom + 62, left_out, size=12, fill=MUTED, anchor="end")
     outcomes = {report.outcome for _, report in numbered}
-    canvas.legend(
-        [
-            *((OUTCOME_WORDS[o], c, 0.5) for o, c in OUTCOME_COLOURS.items() if o in outcomes),
-            ("reserved", HELD, 0.35),
-            ("used", PROCESS, 0.75),
-        ],
-        25,
-    )
+    legend = [(o.words, o.colour, 0.5) for name, o in OUTCOMES.items() if name in outcomes]
+    canvas.legend([*legend, ("reserved", HELD, 0.35), ("used", PROCESS, 0.75)], 25)
     return canvas.svg()
 
 
@@ -369,17 +326,15 @@ def _left_out_words(devices: int, processes: int) -> str:
     """Return the count of undrawn devices and processes as text; empty: all are drawn."""
     words = []
     if devices:
-        words.append(
-            f"{devices:,} {'device' if devices == 1 else 'devices'} that held no more memory"
-        )
+        words.append(f"{devices:,} device{'' if devices == 1 else 's'} that held no more memory")
     if processes:
-        words.append(f"{processes:,} shorter {'process' if processes == 1 else 'processes'}")
+        words.append(f"{processes:,} shorter process{'' if processes == 1 else 'es'}")
     return f"not drawn: {' and '.join(words)}" if words else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """One process on one device."""
+    """A process on a device."""
 
     #: Number of the task run in the flow's table, from 1.
     number: int
@@ -395,7 +350,7 @@ class _Bar:
 
 
 class _Lane:
-    """One device: its bars in tracks that do not overlap, and its memory over time."""
+    """A device: its bars in tracks without overlaps, and its memory over time."""
 
     def __init__(
         self, device: Device, numbered: Iterable[tuple[int, TaskReport]], start: float, most: int
@@ -418,19 +373,19 @@ class _Lane:
         self.used = _used(self.bars, device)
 
 
-def _reserved(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
-    changes: list[tuple[float, int]] = []
+def _reserved(bars: Iterable[_Bar], device: Device) -> _Series:
+    changes: _Series = []
     for bar in bars:
         size = bar.report.budget_on(device)
         # The next reservation may begin where this one ends.
         end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
         changes += [(bar.at_s, size), (end_s, -size)]
     # The caps of probes that share a device add up to more.
-    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
+    return _sum_up(changes, device.total_bytes)
 
 
-def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
-    changes: list[tuple[float, int]] = []
+def _used(bars: Iterable[_Bar], device: Device) -> _Series:
+    changes: _Series = []
     for bar in bars:
         report = bar.report
         points = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
@@ -444,30 +399,20 @@ def _used(bars: Iterable[_Bar], device: Device) -> list[tuple[float, int]]:
             changes.append((bar.at_s + at_s, size - before))
             before = size
         changes.append((max(bar.end_s, bar.at_s + points[-1][0]), -before))
-    # A point of a compact report is the largest of several readings. Points of two processes may be from different
-    # moments: their sum is only a bound, as is the device's memory.
-    return [(at_s, min(size, device.total_bytes)) for at_s, size in _sum_up(changes)]
+    # A point of a compact report is the largest of several readings: a sum of processes is only a bound.
+    return _sum_up(changes, device.total_bytes)
 
 
-def _sum_up(changes: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Return the level after each change, in order of time."""
-    levels: dict[float, int] = {}
-    level = 0
-    for at_s, change in sorted(changes):
-        level += change
-        levels[at_s] = level
+def _sum_up(changes: _Series, most_bytes: int) -> _Series:
+    """Return the level after each change, at most `most_bytes`, in order of time."""
+    changes = sorted(changes)
+    sizes = itertools.accumulate(map(_amount, changes))
+    levels = {at_s: min(size, most_bytes) for (at_s, _), size in zip(changes, sizes, strict=True)}
     return list(levels.items())
 
 
-def _draw_lane(
-    canvas: Canvas,
-    lane: _Lane,
-    x_of: Callable[[float], float],
-    y: float,
-    left: float,
-    right: float,
-    titled: bool,
-) -> None:
+def _draw_lane(canvas: Canvas, lane: _Lane, x_of: _Scale, y: float, titled: bool) -> None:
+    left, right = _GANTT
     canvas.line([(16, y), (right, y)], FRAME)
     _name_device(canvas, lane.device, y, left - 34)
 
@@ -483,9 +428,10 @@ def _draw_lane(
     canvas.area(_stairs(lane.reserved, x_of, floor, scale), HELD, 0.35)
     canvas.area(_stairs(lane.used, x_of, floor, scale), PROCESS, 0.75)
     canvas.line([(left, floor), (right, floor)], FRAME)
-    peaks = f"peak reserved {format_bytes(peak_reserved)}", f"peak used {format_bytes(peak_used)}"
-    canvas.text(left - 10, floor - 15, peaks[0], size=11, fill=MUTED, anchor="end")
-    canvas.text(left - 10, floor, peaks[1], size=11, fill=PROCESS_EDGE, anchor="end")
+    peak = f"peak reserved {format_bytes(peak_reserved)}"
+    canvas.text(left - 10, floor - 15, peak, size=11, fill=MUTED, anchor="end")
+    peak = f"peak used {format_bytes(peak_used)}"
+    canvas.text(left - 10, floor, peak, size=11, fill=PROCESS_EDGE, anchor="end")
 
 
 def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
@@ -512,12 +458,7 @@ def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
     canvas.text(20, y + 39, total, size=12, fill=MUTED)
 
 
-def _stairs(
-    levels: Sequence[tuple[float, int]],
-    x_of: Callable[[float], float],
-    floor: float,
-    scale: float,
-) -> list[tuple[float, float]]:
+def _stairs(levels: _Series, x_of: _Scale, floor: float, scale: float) -> list[tuple[float, float]]:
     """Return the outline of the area under a stepped line, at most one step a pixel."""
     points = [(x_of(0), floor)]
     for at, group in itertools.groupby(levels, key=lambda level: round(x_of(level[0]))):
@@ -534,16 +475,15 @@ def _draw_bar(
     canvas: Canvas, bar: _Bar, x: float, y: float, width: float, height: float, titled: bool
 ) -> None:
     report, number = bar.report, bar.number
-    colour = OUTCOME_COLOURS[report.outcome]
+    outcome = OUTCOMES[report.outcome]
+    colour = outcome.colour
     name = clean(report.task_run_name)
     if report.attempt > 1:
         name += f" (attempt {report.attempt})"
-    title = (
-        f"{number}: {name}, {format_bytes(report.peak_process_bytes)} of {_budget_words(report)}, "
-        f"{format_seconds(report.held_s)}, {report.outcome}"
-        if titled
-        else ""
-    )
+    title = ""
+    if titled:
+        used = f"{format_bytes(report.peak_process_bytes)} of {_budget_words(report)}"
+        title = f"{number}: {name}, {used}, {format_seconds(report.held_s)}, {report.outcome}"
     if width < 6:
         canvas.rect(x, y, width, height, colour, opacity=0.8, title=title)
         return
@@ -556,12 +496,11 @@ def _draw_bar(
         x_away, away = x + share * each.begun_s, max(1.0, share * each.seconds)
         # Background colour: its memory is not on the device.
         canvas.rect(x_away, y + 1, away, height - 2, PAPER)
-        canvas.rect(
-            x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=_suspension_words(each)
-        )
+        title = _suspension_words(each)
+        canvas.rect(x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=title)
     if height < 12:
         return
-    words = "" if report.outcome == "completed" else f" – {OUTCOME_WORDS[report.outcome]}"
+    words = "" if report.outcome == "completed" else f" – {outcome.words}"
     for label in (f"{number}  {name}{words}", f"{number}{words}", f"{number}"):
         if text_width(label, 12) <= width - 8:
             canvas.text(x + 4, y + height / 2 + 4, label, size=12)

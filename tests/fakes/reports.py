@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import PrefectHTTPStatusError
 
 from prefect_gpu.measurements import Mark, Sample, SeriesBuilder
 from prefect_gpu.reports.model import TaskReport
@@ -214,6 +216,13 @@ def _process(
 
 #: Seconds after which what a test waits for will never come.
 PATIENCE_S = 60.0
+
+
+def answered(status: int, **headers: str) -> PrefectHTTPStatusError:
+    """Return the error of an answer of Prefect's API."""
+    request = httpx.Request("POST", "http://api/artifacts/")
+    response = httpx.Response(status, request=request, headers=headers)
+    return PrefectHTTPStatusError(f"{status}", request=request, response=response)
 
 
 class FakeAPI:

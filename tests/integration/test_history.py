@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import Artifact
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.reports import history
+from prefect_gpu.reports import publish
 from prefect_gpu.reports.history import (
     PrefectHistory,
     delete_history,
@@ -185,7 +185,7 @@ def test_histories_are_read_with_the_keys_that_they_were_kept_with(
     with connect() as client:
         client.create_artifact(ArtifactCreate(key="gpu-history-odd", type="markdown", data=""))
         client.create_artifact(ArtifactCreate(key="not-gpu-history-odd", type="markdown", data=""))
-        monkeypatch.setattr(history, "PAGE", 2)
+        monkeypatch.setattr(publish, "PAGE", 2)
         found = {each.artifact_key: each for each in read_histories(client)}
         ours = read_histories(client, {(key.flow_name, key.task_name, key.qualified_name)})
     kept = found[history_artifact_key(key)]

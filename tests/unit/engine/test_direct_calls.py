@@ -19,9 +19,8 @@ def nothing_was_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_flow_run(monkeypatch: pytest.MonkeyPatch, flow_run_id: UUID | None) -> None:
-    around = flow_run_id and SimpleNamespace(flow=None, flow_run=SimpleNamespace(id=flow_run_id))
-    if around:
-        around.flow_run.name = "brave-owl"
+    run = SimpleNamespace(id=flow_run_id, name="brave-owl")
+    around = flow_run_id and SimpleNamespace(flow=None, flow_run=run)
     monkeypatch.setattr(direct_calls.FlowRunContext, "get", lambda: around)
 
 
@@ -32,7 +31,7 @@ def test_a_task_is_warned_of_once_in_each_flow_run(monkeypatch: pytest.MonkeyPat
 
 
 class Channel:
-    """Asks a process that has warned of a task already, or is gone."""
+    """A channel to a process that has warned of a task, or is gone."""
 
     def __init__(self, answer: bool | None) -> None:
         self.answer = answer

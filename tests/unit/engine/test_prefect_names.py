@@ -1,4 +1,4 @@
-"""The subclasses of Prefect's classes, and what they rest on in the installed version."""
+"""The subclasses of Prefect's classes, and the names that they use in the installed version."""
 
 from __future__ import annotations
 

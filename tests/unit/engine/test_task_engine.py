@@ -59,26 +59,18 @@ def test_an_error_that_can_only_come_again_is_not_retried_and_no_condition_is_as
     assert engine.can_retry(error) and asked == [error]
 
 
-def test_a_dead_process_is_retried_while_retries_are_left_and_crashes_the_task_run_after_that(
-    states: list[State[Any]],
+@pytest.mark.parametrize("retries", [True, False])
+def test_a_dead_process_is_retried_if_its_condition_allows_it_and_then_crashes_the_task_run(
+    states: list[State[Any]], retries: bool
 ) -> None:
-    work, asked = asked_of(True)
+    work, asked = asked_of(retries)
     engine, death = new_engine(work), ChildDiedError("work", 1, "was killed by SIGKILL")
-    engine.handle_exception(death)
-    assert [each.name for each in states] == ["Retrying"]
-    engine.handle_exception(death)
-    assert [each.name for each in states] == ["Retrying", "Crashed"]
+    expected = ["Retrying", "Crashed"] if retries else ["Crashed"]
+    for at in range(len(expected)):
+        engine.handle_exception(death)
+        assert [each.name for each in states] == expected[: at + 1]
     assert states[-1].data is death and asked == [death]
     assert not engine.is_running()
-
-
-def test_a_dead_process_that_its_condition_does_not_retry_crashes_the_task_run(
-    states: list[State[Any]],
-) -> None:
-    work, asked = asked_of(False)
-    death = ChildDiedError("work", 1, "was killed by SIGKILL")
-    new_engine(work).handle_exception(death)
-    assert asked == [death] and [each.name for each in states] == ["Crashed"]
 
 
 def test_the_end_of_the_runner_ends_the_wait_for_a_retry_and_is_no_error(

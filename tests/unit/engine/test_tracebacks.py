@@ -81,9 +81,9 @@ def raises() -> None:
     raise PlacementError("too large")
 
 
-def test_a_fault_of_this_package_keeps_its_frames() -> None:
-    for error in (ProtocolError("odd"), KeyError("a bug")):
-        assert frames(error) == ["call_body", "body", "deeper"]
+@pytest.mark.parametrize("error", [ProtocolError("odd"), KeyError("a bug")])
+def test_a_fault_of_this_package_keeps_its_frames(error: Exception) -> None:
+    assert frames(error) == ["call_body", "body", "deeper"]
 
 
 def test_the_traceback_of_a_child_is_shown_above_all_causes_that_are_shown() -> None:

@@ -21,14 +21,7 @@ from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 WORDS = {
-    "nothing has ended": (
-        RunCounts(3, 1, 2),
-        "0 of 3 ended, 1 running, 2 waiting for a device",
-    ),
-    "some have ended": (
-        RunCounts(40, 4, 24, {"Completed": 12}),
-        "12 of 40 ended, 4 running, 24 waiting for a device",
-    ),
+    "nothing has ended": (RunCounts(3, 1, 2), "0 of 3 ended, 1 running, 2 waiting for a device"),
     "some wait for their inputs": (
         RunCounts(40, 4, 20, {"Completed": 12}),
         "12 of 40 ended, 4 running, 20 waiting for a device, 4 waiting for their inputs or a retry",

@@ -44,7 +44,7 @@ class Streams:
         self.terminal.close()
 
     def seen(self) -> list[str]:
-        """End the program and return what is on the screen, without the empty line that text ends with."""
+        """End the program and return what is on the screen, without empty lines."""
         self.end()
         return [line for line in self.terminal.screen() if line]
 
@@ -85,26 +85,20 @@ def test_the_lines_are_below_all_text_while_they_are_shown(streams: Streams) -> 
 
 def test_lines_of_many_threads_stay_whole(streams: Streams) -> None:
     lines = streams.lines()
-    handler = PrefectConsoleHandler(streams.err)
-    plain = logging.StreamHandler(streams.out)
-    expected = []
+    handlers = [PrefectConsoleHandler(streams.err), logging.StreamHandler(streams.out)]
+
+    def texts(number: int) -> list[str]:
+        return [f"thread {number} line {line} " + "x" * (17 * line % 90) for line in range(40)]
 
     def write(number: int) -> None:
-        for line in range(40):
-            text = f"thread {number} line {line} " + "x" * (17 * line % 90)
-            record = logging.makeLogRecord({"msg": text, "levelno": logging.INFO})
-            if number == 0:
-                handler.emit(record)
-            elif number == 1:
-                plain.emit(record)
+        for text in texts(number):
+            if number < 2:
+                record = logging.makeLogRecord({"msg": text, "levelno": logging.INFO})
+                handlers[number].emit(record)
             else:
                 print(*text.split(" "), file=streams.out if number % 2 else streams.err)
 
-    expected = [
-        f"thread {number} line {line} " + "x" * (17 * line % 90)
-        for number in range(6)
-        for line in range(40)
-    ]
+    expected = [text for number in range(6) for text in texts(number)]
     threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
@@ -115,7 +109,7 @@ def test_lines_of_many_threads_stay_whole(streams: Streams) -> None:
     lines.close()
     whole = "\n".join(streams.seen())
     for text in expected:
-        # A line that is longer than the terminal is wrapped by it, after each 60 characters.
+        # The terminal wraps longer lines after 60 characters.
         pieces = [text[at : at + 60] for at in range(0, len(text), 60)]
         assert whole.count("\n".join(pieces)) >= 1, text
     assert whole.replace("\n", "").count("thread") == len(expected)
@@ -155,7 +149,7 @@ def test_more_lines_without_an_end_than_the_terminal_has_rows_leave_nothing_behi
         thread.join(60)
     lines.forget()
     streams.end()
-    # 20 rows: what is drawn is never higher, or it could not be erased.
+    # The terminal has 20 rows. More lines could not be erased.
     erased = re.split(r"\r(?:\x1b\[\d+A)?\x1b\[J", streams.terminal.text)
     drawn = [text.split("\r\n") for text in erased]
     assert max(map(len, drawn)) == 19
@@ -254,13 +248,17 @@ def test_prints_that_go_to_a_file_stay_there(
     assert streams.seen() == []
 
 
-def test_a_view_is_of_all_flows_of_the_process_and_ends_with_the_last(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def drawn_soon(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefect_gpu.live.view.FIRST_S", 0.01)
     monkeypatch.setattr("prefect_gpu.live.view.REFRESH_S", 0.01)
     monkeypatch.setattr("sys.stdout", streams.out)
     monkeypatch.setattr("sys.stderr", streams.err)
+
+
+def test_a_view_is_of_all_flows_of_the_process_and_ends_with_the_last(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn_soon(streams, monkeypatch)
     both = threading.Event()
 
     def second() -> FlowProgress:
@@ -284,9 +282,7 @@ def test_a_view_is_of_all_flows_of_the_process_and_ends_with_the_last(
 def test_a_view_that_fails_ends_and_nothing_else_does(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefect_gpu.live.view.FIRST_S", 0.01)
-    monkeypatch.setattr("sys.stdout", streams.out)
-    monkeypatch.setattr("sys.stderr", streams.err)
+    drawn_soon(streams, monkeypatch)
     called = threading.Event()
 
     def broken() -> FlowProgress:

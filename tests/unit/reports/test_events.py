@@ -1,4 +1,4 @@
-"""Which events a process leaves, what they say, and what an automation can compare."""
+"""The events of a process: names, payloads, and the labels that an automation compares."""
 
 from __future__ import annotations
 
@@ -29,48 +29,47 @@ def test_a_placement_names_each_device_and_the_smallest_budget() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        pytest.param({}, [], id="a process that completes leaves none"),
-        pytest.param({"outcome": "failed"}, [], id="nor does one that fails otherwise"),
-        pytest.param({"outcome": "oom"}, [events.OUT_OF_MEMORY], id="out of memory"),
-        pytest.param(
-            {"outcome": "died", "cause": "host"},
-            [events.OUT_OF_MEMORY],
-            id="killed since the machine has no memory left",
-        ),
-        pytest.param(
-            {"outcome": "died", "cause": "unknown"}, [], id="killed, and the cause is not known"
-        ),
-        pytest.param({"leaked_bytes": GIB}, [events.LEAKED], id="a leak"),
-        pytest.param({"leaked_bytes": None}, [], id="a leak cannot be measured"),
-        pytest.param(
-            {"outcome": "oom", "leaked_bytes": 1}, [events.OUT_OF_MEMORY, events.LEAKED], id="both"
-        ),
-    ],
-)
+EVENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "completed": ({}, []),
+    "failed": ({"outcome": "failed"}, []),
+    "out of memory": ({"outcome": "oom"}, [events.OUT_OF_MEMORY]),
+    "no memory of the machine": ({"outcome": "died", "cause": "host"}, [events.OUT_OF_MEMORY]),
+    "killed for an unknown cause": ({"outcome": "died", "cause": "unknown"}, []),
+    "a leak": ({"leaked_bytes": GIB}, [events.LEAKED]),
+    "a leak cannot be measured": ({"leaked_bytes": None}, []),
+    "both": ({"outcome": "oom", "leaked_bytes": 1}, [events.OUT_OF_MEMORY, events.LEAKED]),
+}
+
+
+@pytest.mark.parametrize(("changes", "names"), EVENTS.values(), ids=EVENTS)
 def test_a_process_leaves_events(changes: dict[str, Any], names: list[str]) -> None:
     assert [event.name for event in ended_events(task_report(**changes))] == names
 
 
-@pytest.mark.parametrize(
-    ("changes", "label", "runs_again"),
-    [
-        pytest.param({}, "false", False, id="the last process"),
-        pytest.param(
-            {"next_words": "more", "next_budget_bytes": 9 * GIB}, "true", True, id="one follows"
-        ),
-        pytest.param({"next_words": "all"}, "true", True, id="one with a device to itself follows"),
-    ],
-)
-def test_a_shortage_says_whether_a_process_follows(
-    changes: dict[str, Any], label: str, runs_again: bool
-) -> None:
-    (event,) = ended_events(task_report(outcome="oom", cause="own_cap", **changes))
+NEXT: dict[str, dict[str, Any]] = {
+    "the last process": {},
+    "one follows": {"next_words": "more", "next_budget_bytes": 9 * GIB},
+    "one with a device to itself follows": {"next_words": "all"},
+}
+
+
+@pytest.mark.parametrize("changes", NEXT.values(), ids=NEXT)
+def test_a_shortage_says_whether_a_process_follows(changes: dict[str, Any]) -> None:
+    report = task_report(outcome="oom", cause="own_cap", wanted_bytes=8 * GIB, **changes)
+    (event,) = ended_events(report)
+    label = "true" if changes else "false"
     assert event.labels == {"prefect-gpu.cause": "own_cap", "prefect-gpu.runs-again": label}
-    assert event.payload["runs_again"] is runs_again
-    assert event.payload["next_budget_bytes"] == changes.get("next_budget_bytes")
+    assert {**event.payload, "devices": ""} == {
+        "attempt": 1,
+        "devices": "",
+        "cause": "own_cap",
+        "budget_bytes": 6 * GIB,
+        "budget_source": "tag",
+        "needed_bytes": 8 * GIB,
+        "runs_again": bool(changes),
+        "next_budget_bytes": changes.get("next_budget_bytes"),
+        "error": "",
+    }
 
 
 def test_a_driver_that_says_too_much_is_cut() -> None:

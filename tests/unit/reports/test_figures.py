@@ -21,7 +21,7 @@ from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB, parse_bytes
 from tests.fakes.reports import PLACED_AT, device, task_report
 
-#: What a request would have needed, or what was refused, may be any size.
+#: The need of a request that ran out of memory, and the refused allocation, may be of any size.
 REQUESTS = re.compile(r"(would have needed|refused:) [\d.]+\w+")
 SIZES = re.compile(r"[\d.]+ ?[KMGT]iB\b")
 
@@ -45,7 +45,7 @@ def allowed(report: TaskReport) -> float:
 
 
 class Schedule:
-    """Places processes as a broker does: what is reserved of a device is at most what it has."""
+    """Places processes as a broker does: reservations are at most the memory of the device."""
 
     def __init__(self, devices: list[Device]) -> None:
         self.devices = devices
@@ -188,7 +188,7 @@ def test_the_advice_for_a_task_is_the_same_in_the_task_report_and_in_the_flow_re
                 if line.startswith("|")
             ]
             assert rows == said(attempts)
-        # Several task runs: the one that needs the most, but for first runs on an empty device.
+        # The task run with the largest need decides. First runs on an empty device are left out.
         if any(r.budget_source == "probe" for attempts in runs.values() for r in attempts):
             continue
         found = [advice for attempts in runs.values() if (advice := tag_advice(attempts))]

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 from prefect_gpu.cli.run_commands import _history_json
@@ -33,10 +32,17 @@ from prefect_gpu.reports.history import (
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, HistoryStore, PastRun
 from prefect_gpu.units import GIB, MIB
+from tests.fakes.reports import PATIENCE_S, answered
 
-PATIENCE_S = 60.0
 KEY = HistoryKey("Évaluate models", "evaluate", "NVIDIA H200", "0123456789ab", "", "nightly")
 OTHER = HistoryKey("train", "train", "NVIDIA H200")
+#: Changes of a run that ran out of memory.
+SHORT: dict[str, Any] = {
+    "outcome": "oom",
+    "cause": "own_cap",
+    "budget_bytes": 4 * GIB,
+    "cap_bytes": 3 * GIB,
+}
 
 
 def run(number: int = 0, **changes: Any) -> PastRun:
@@ -52,7 +58,7 @@ def run(number: int = 0, **changes: Any) -> PastRun:
 
 
 class FakeAPI:
-    """Keeps artifacts as Prefect does; fails with what is in `errors` first."""
+    """Keeps artifacts as Prefect does; raises the exceptions in `errors` first."""
 
     def __init__(self) -> None:
         self.errors: list[Exception] = []
@@ -92,7 +98,7 @@ class FakeAPI:
 
 
 class Setting:
-    """A store on an API, with what surrounds it."""
+    """A store on an API, with its publisher and clock."""
 
     def __init__(self, api: FakeAPI | None = None) -> None:
         self.api = api or FakeAPI()
@@ -108,11 +114,13 @@ class Setting:
         self.publisher.close(PATIENCE_S)
 
 
-def answered(status: int) -> PrefectHTTPStatusError:
-    request = httpx.Request("POST", "http://api/artifacts/filter")
-    return PrefectHTTPStatusError(
-        f"{status}", request=request, response=httpx.Response(status, request=request)
-    )
+def kept(*numbers: int) -> FakeAPI:
+    """An API that an earlier process has given these runs of `KEY`."""
+    it = Setting()
+    for number in numbers:
+        it.store.add(KEY, run(number))
+    it.close()
+    return it.api
 
 
 # Every store.
@@ -128,11 +136,8 @@ def store(request: pytest.FixtureRequest) -> Iterator[HistoryStore]:
     it.close()
 
 
-def test_an_unknown_key_has_no_runs(store: HistoryStore) -> None:
-    assert list(store.runs(KEY)) == []
-
-
 def test_an_added_run_counts_at_once_and_the_newest_is_first(store: HistoryStore) -> None:
+    assert list(store.runs(KEY)) == []
     store.add(KEY, run(1))
     assert list(store.runs(KEY)) == [run(1)]
     store.add(KEY, run(2))
@@ -162,11 +167,7 @@ def test_threads_lose_none_of_each_others_runs(store: HistoryStore) -> None:
 
 
 def test_a_later_store_finds_what_an_earlier_one_kept() -> None:
-    first = Setting()
-    for number in range(3):
-        first.store.add(KEY, run(number))
-    first.close()
-    later = Setting(first.api)
+    later = Setting(kept(0, 1, 2))
     assert list(later.store.runs(KEY)) == [run(2), run(1), run(0)]
     assert list(later.store.runs(OTHER)) == []
 
@@ -192,10 +193,7 @@ def test_an_artifact_is_of_no_run_and_says_what_it_is_about() -> None:
 
 
 def test_a_key_is_read_once_then_this_process_adds_to_it() -> None:
-    earlier = Setting()
-    earlier.store.add(KEY, run(1))
-    earlier.close()
-    it = Setting(earlier.api)
+    it = Setting(kept(1))
     for number in (2, 3):
         it.store.runs(KEY)
         it.store.add(KEY, run(number))
@@ -213,56 +211,45 @@ def test_an_own_run_that_the_api_has_already_counts_once() -> None:
 
 
 def test_a_run_that_was_published_twice_counts_once() -> None:
-    it = Setting()
-    it.store.add(KEY, run(1))
-    it.store.add(KEY, run(2))
-    it.close()
+    api = kept(1, 2)
     # As when the API kept it, but its answer was lost.
-    it.api.artifacts.insert(0, it.api.artifacts[0])
-    assert list(Setting(it.api).store.runs(KEY)) == [run(2), run(1)]
+    api.artifacts.insert(0, api.artifacts[0])
+    assert list(Setting(api).store.runs(KEY)) == [run(2), run(1)]
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        pytest.param(None, id="none"),
-        pytest.param({}, id="empty"),
-        pytest.param({"schema": "1"}, id="without the flow in its key"),
-        pytest.param({"schema": "3"}, id="of a later schema"),
-        pytest.param({"outcome": None}, id="null"),
-        pytest.param({"budget_bytes": None}, id="a null number"),
-        pytest.param({"budget_bytes": "6GiB"}, id="no number"),
-        pytest.param({"version": None}, id="a version that is nothing"),
-    ],
-)
+UNREADABLE: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "empty": {},
+    "without the flow in its key": {"schema": "1"},
+    "of a later schema": {"schema": "3"},
+    "null": {"outcome": None},
+    "a null number": {"budget_bytes": None},
+    "no number": {"budget_bytes": "6GiB"},
+    "a version that is nothing": {"version": None},
+}
+
+
+@pytest.mark.parametrize("metadata", UNREADABLE.values(), ids=UNREADABLE)
 def test_a_version_that_cannot_be_read_is_left_out(metadata: dict[str, Any] | None) -> None:
-    it = Setting()
-    for number in (1, 2, 3):
-        it.store.add(KEY, run(number))
-    it.close()
-    broken = it.api.artifacts[1]
+    api = kept(1, 2, 3)
+    broken = api.artifacts[1]
     broken["metadata_"] = {**broken["metadata_"], **metadata} if metadata else metadata
-    assert list(Setting(it.api).store.runs(KEY)) == [run(3), run(1)]
+    assert list(Setting(api).store.runs(KEY)) == [run(3), run(1)]
 
 
 def test_fields_of_a_later_version_do_not_hide_a_run() -> None:
-    it = Setting()
-    it.store.add(KEY, run())
-    it.close()
-    it.api.artifacts[0]["metadata_"]["colour"] = "green"
-    assert list(Setting(it.api).store.runs(KEY)) == [run()]
+    api = kept(0)
+    api.artifacts[0]["metadata_"]["colour"] = "green"
+    assert list(Setting(api).store.runs(KEY)) == [run()]
 
 
 def test_only_threads_that_want_the_same_history_wait_for_its_reading() -> None:
-    earlier = Setting()
-    earlier.store.add(KEY, run())
-    earlier.close()
-    it = Setting(earlier.api)
+    it = Setting(kept(0))
     gate = it.api.gates[history_artifact_key(KEY)] = threading.Event()
     with ThreadPoolExecutor(4) as pool:
         same = [pool.submit(it.store.runs, KEY) for _ in range(3)]
         assert it.api.waiting.acquire(timeout=PATIENCE_S)
-        # The reading of one key hangs: another key, and new runs of the same, go on.
+        # While the first reading hangs, another key is read, and runs are added.
         assert list(pool.submit(it.store.runs, OTHER).result(PATIENCE_S)) == []
         it.store.add(KEY, run(1))
         assert not any(future.done() for future in same)
@@ -280,19 +267,15 @@ def test_a_reading_uses_no_retries_of_prefects_own() -> None:
     assert it.api.retries == [0] and PREFECT_CLIENT_MAX_RETRIES.value() == before != 0
 
 
-def test_a_connection_error_is_tried_again() -> None:
+def test_a_connection_error_is_tried_again_and_a_refusal_is_not() -> None:
     it = Setting()
     it.api.errors = [OSError("reset")] * (READ_TRIES - 1)
     assert list(it.store.runs(KEY)) == []
     assert len(it.api.asked) == READ_TRIES
-
-
-def test_a_refusal_is_not_tried_again() -> None:
-    it = Setting()
     it.api.errors = [answered(401)]
     with pytest.raises(OSError, match="PrefectHTTPStatusError: 401"):
-        it.store.runs(KEY)
-    assert len(it.api.asked) == 1
+        it.store.runs(OTHER)
+    assert len(it.api.asked) == READ_TRIES + 1
 
 
 def test_an_api_that_does_not_answer_is_not_called_for_a_while() -> None:
@@ -308,10 +291,7 @@ def test_an_api_that_does_not_answer_is_not_called_for_a_while() -> None:
 
 
 def test_runs_of_this_process_replace_those_of_an_api_that_does_not_answer() -> None:
-    earlier = Setting()
-    earlier.store.add(KEY, run(1))
-    earlier.close()
-    it = Setting(earlier.api)
+    it = Setting(kept(1))
     it.api.errors = [httpx.ConnectError("refused")] * READ_TRIES
     with pytest.raises(OSError, match="refused"):
         it.store.runs(KEY)
@@ -343,17 +323,7 @@ def test_a_run_that_cannot_be_kept_counts_here_and_is_counted_as_lost(
     assert it.publisher.lost == 1 and "was lost: PrefectHTTPStatusError: 422" in caplog.text
 
 
-@given(
-    st.builds(
-        HistoryKey,
-        st.text(max_size=120),
-        st.text(),
-        st.text(),
-        st.text(),
-        st.text(),
-        st.none() | st.text(),
-    )
-)
+@given(st.builds(HistoryKey, st.text(max_size=120), *[st.text()] * 4, st.none() | st.text()))
 def test_any_history_has_a_key_of_its_own_that_prefect_accepts(key: HistoryKey) -> None:
     front, _, digest = history_artifact_key(key).rpartition("-")
     assert front.startswith("gpu-history") and len(front) <= 87
@@ -363,23 +333,15 @@ def test_any_history_has_a_key_of_its_own_that_prefect_accepts(key: HistoryKey) 
 
 
 def test_every_part_of_a_key_counts() -> None:
-    keys = {
-        history_artifact_key(HistoryKey(*parts))
-        for parts in [
-            ("a", "b", "c", "d"),
-            ("A", "b", "c", "d"),
-            ("a", "x", "c", "d"),
-            ("a", "b", "x", "d"),
-            ("a", "b", "c", "x"),
-            ("a", "b", "c", ""),
-            ("a", "b", "cd", ""),
-            ("a", "b", "c", "d", "", ""),
-            ("a", "b", "c", "d", "", "a flow"),
-            ("a", "b", "c", "d", "", "another flow"),
-            ("x" * 200, "b", "c", "d"),
-            ("x" * 201, "b", "c", "d"),
-        ]
-    }
+    names = ("abcd", "Abcd", "axcd", "abxd", "abcx")
+    flows = ("", "a flow", "another flow")
+    parts = [
+        *map(tuple, names),
+        *(("a", "b", end, "") for end in ("c", "cd")),
+        *(("a", "b", "c", "d", "", flow) for flow in flows),
+        *(("x" * length, "b", "c", "d") for length in (200, 201)),
+    ]
+    keys = {history_artifact_key(HistoryKey(*each)) for each in parts}
     assert len(keys) == 12 and max(map(len, keys)) <= 100
 
 
@@ -388,14 +350,7 @@ def test_every_part_of_a_key_counts() -> None:
 
 def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
     runs = [
-        run(
-            60,
-            outcome="oom",
-            cause="own_cap",
-            budget_bytes=4 * GIB,
-            cap_bytes=3 * GIB,
-            wanted_bytes=5 * GIB,
-        ),
+        run(60, wanted_bytes=5 * GIB, **SHORT),
         run(0, steady_live_bytes=3 * GIB, step_s=0.027, alloc_retries=2),
     ]
     page = history_markdown(KEY, runs)
@@ -422,8 +377,7 @@ def test_the_page_of_a_history_has_the_next_budget_and_every_run() -> None:
 
 
 def test_the_page_of_a_history_says_that_runs_differ() -> None:
-    short = run(2, outcome="oom", cause="own_cap", budget_bytes=4 * GIB, cap_bytes=3 * GIB)
-    page = history_markdown(KEY, [run(3, live_bytes=6 * GIB), short, run(1)])
+    page = history_markdown(KEY, [run(3, live_bytes=6 * GIB), run(2, **SHORT), run(1)])
     assert "Runs differ in what they need: it is 1.50 times as large for that.**" in page
 
 
@@ -443,11 +397,7 @@ def test_the_page_of_a_history_escapes_names() -> None:
 
 
 def test_a_list_of_histories_counts_task_runs() -> None:
-    twice = [
-        run(2, task_run_id="a"),
-        run(1, task_run_id="a", outcome="oom"),
-        run(0, task_run_id="b"),
-    ]
+    twice = [run(2, task_run_id="a"), run(1, task_run_id="a"), run(0, task_run_id="b")]
     history = KeptHistory("gpu-history-train-1f", OTHER, tuple(twice))
     assert _history_json(history)["runs"] == 2
     # Of processes whose task run is not known, each counts.

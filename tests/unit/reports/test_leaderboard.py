@@ -1,4 +1,4 @@
-"""Leaderboards: the order of rows, and what a person reads."""
+"""Leaderboards: the order of rows, and the page."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ import base64
 import math
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.reports.leaderboard import (
-    MOST_ROWS,
-    LeaderboardRow,
-    leaderboard_markdown,
-    rank,
-)
+from prefect_gpu.reports.leaderboard import MOST_ROWS, LeaderboardRow, leaderboard_markdown, rank
 from prefect_gpu.units import GIB
 
 ROWS = [
@@ -57,19 +51,16 @@ def test_names_cannot_break_the_table() -> None:
     assert "a\\|b" in text and "<i>" not in text and "m\\|x" in text
 
 
-@given(
-    st.lists(
-        st.builds(
-            LeaderboardRow,
-            st.text("xyz|<é", max_size=8),
-            st.one_of(st.none(), st.floats(), st.sampled_from([0.0, 1.7e308, -1.7e308])),
-            st.one_of(st.none(), st.floats(0, 1e6)),
-            st.one_of(st.none(), st.integers(0, 2**50)),
-        ),
-        max_size=8,
-    ),
-    st.booleans(),
+ANY_ROW = st.builds(
+    LeaderboardRow,
+    st.text("xyz|<é", max_size=8),
+    st.none() | st.floats() | st.sampled_from([0.0, 1.7e308, -1.7e308]),
+    st.none() | st.floats(0, 1e6),
+    st.none() | st.integers(0, 2**50),
 )
+
+
+@given(st.lists(ANY_ROW, max_size=8), st.booleans())
 def test_any_rows_are_drawn_and_none_is_lost(rows: list[LeaderboardRow], smaller: bool) -> None:
     ranked = rank(rows, smaller)
     assert len(ranked) == len(rows)
@@ -77,7 +68,6 @@ def test_any_rows_are_drawn_and_none_is_lost(rows: list[LeaderboardRow], smaller
     assert not re.search("nan|inf", plot(text), re.IGNORECASE)
 
 
-@pytest.mark.parametrize("more", [1, 7])
-def test_a_long_one_is_cut_and_says_so(more: int) -> None:
-    rows = [LeaderboardRow(str(n), float(n)) for n in range(MOST_ROWS + more)]
-    assert f"{more} more are left out." in leaderboard_markdown(rank(rows, False), "n")
+def test_a_long_leaderboard_is_cut_and_says_so() -> None:
+    rows = [LeaderboardRow(str(n), float(n)) for n in range(MOST_ROWS + 7)]
+    assert "7 more are left out." in leaderboard_markdown(rank(rows, False), "n")

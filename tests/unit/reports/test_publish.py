@@ -15,7 +15,6 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from prefect_gpu.live.progress import RunCounts
@@ -23,13 +22,7 @@ from prefect_gpu.reports import publish
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher, artifact_key
 from tests.fakes.ctrl_c import press_ctrl_c_in
-from tests.fakes.reports import PATIENCE_S, FakeAPI, flow_reports, task_report
-
-
-def answered(status: int, **headers: str) -> PrefectHTTPStatusError:
-    request = httpx.Request("POST", "http://api/artifacts/")
-    response = httpx.Response(status, request=request, headers=headers)
-    return PrefectHTTPStatusError(f"{status}", request=request, response=response)
+from tests.fakes.reports import PATIENCE_S, FakeAPI, answered, flow_reports, task_report
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +37,25 @@ def written(home: Path) -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in home.rglob("*") if path.is_file()}
 
 
-def publisher(api: FakeAPI) -> Publisher:
-    return Publisher(
-        api.connect, logger=logging.getLogger("reports"), retry_delays_s=(0.001, 0.001)
-    )
+def publisher(api: FakeAPI, delay_s: float = 0.001) -> Publisher:
+    logger = logging.getLogger("reports")
+    return Publisher(api.connect, logger=logger, retry_delays_s=(delay_s, delay_s))
+
+
+def publish_all(it: Publisher, *names: str) -> None:
+    """Publish a report of each task, and close."""
+    for name in names:
+        it.publish(task_report(task_name=name))
+    it.close(PATIENCE_S)
+
+
+@pytest.fixture
+def hung() -> Iterator[FakeAPI]:
+    """An API that does not answer until `go` is set."""
+    api = FakeAPI()
+    api.go.clear()
+    yield api
+    api.go.set()
 
 
 @given(st.text(max_size=300), st.sampled_from(["gpu-memory", "gpu-flow", "", "!!"]))
@@ -77,9 +85,7 @@ def test_reports_arrive_in_order(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_connection_error_is_tried_again(caplog: pytest.LogCaptureFixture, home: Path) -> None:
     api = FakeAPI(OSError("reset"), answered(503))
-    it = publisher(api)
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(publisher(api), "one")
     assert len(api.keys) == 1 and api.opened == 3
     assert not caplog.records and written(home) == {}
 
@@ -106,10 +112,7 @@ def test_an_api_that_is_away_for_long_gets_all_reports_in_order_when_it_is_back(
     caplog: pytest.LogCaptureFixture, home: Path
 ) -> None:
     api = FakeAPI(*(httpx.ConnectError("away") for _ in range(50)))
-    it = publisher(api)
-    for name in ("one", "two", "three"):
-        it.publish(task_report(task_name=name))
-    it.close(PATIENCE_S)
+    publish_all(publisher(api), "one", "two", "three")
     assert api.keys == ["gpu-memory-one", "gpu-memory-two", "gpu-memory-three"]
     assert api.opened == 53 and not caplog.records and written(home) == {}
 
@@ -119,10 +122,7 @@ def test_a_report_that_fails_by_itself_does_not_hold_up_the_others(
     error: Exception, home: Path
 ) -> None:
     api = FakeAPI(*[error] * publish.TRIES)
-    it = publisher(api)
-    for name in ("one", "two"):
-        it.publish(task_report(task_name=name))
-    it.close(PATIENCE_S)
+    publish_all(publisher(api), "one", "two")
     assert api.keys == ["gpu-memory-two"]
     assert list(written(home)) == ["gpu-memory-one-1.md"]
 
@@ -130,14 +130,10 @@ def test_a_report_that_fails_by_itself_does_not_hold_up_the_others(
 def test_the_time_for_which_an_api_asks_not_to_be_called_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def seconds(error: Exception) -> float:
-        return publish.read_retry_after(error)
-
-    assert seconds(answered(429, **{"Retry-After": "7"})) == 7.0
-    assert seconds(answered(429, **{"Retry-After": "99999999"})) == publish.LONGEST_WAIT_S
-    for text in ("-1", "Wed, 21 Oct 2026 07:28:00 GMT", ""):
-        assert seconds(answered(429, **{"Retry-After": text})) == 0.0
-    assert seconds(answered(503)) == seconds(OSError("away")) == 0.0
+    texts = ("7", "99999999", "-1", "Wed, 21 Oct 2026 07:28:00 GMT", "")
+    errors = [answered(429, **{"Retry-After": text}) for text in texts]
+    waits_s = [publish.read_retry_after(each) for each in (*errors, answered(503), OSError("away"))]
+    assert waits_s == [7.0, publish.LONGEST_WAIT_S, *[0.0] * 5]
     api = FakeAPI(answered(429, **{"Retry-After": "200"}))
     it = publisher(api)
     it.publish(task_report())
@@ -153,21 +149,17 @@ def test_reports_that_cannot_be_written_either_are_lost_with_both_reasons(
 ) -> None:
     home.mkdir(exist_ok=True)
     (home / "prefect-gpu").touch()
-    it = publisher(FakeAPI(answered(422)))
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(publisher(FakeAPI(answered(422))), "one")
     (record,) = caplog.records
     assert "1 memory report was lost: PrefectHTTPStatusError: 422; " in record.getMessage()
     assert "prefect-gpu" in record.getMessage()
 
 
 def test_a_hanging_api_delays_the_end_only_by_what_is_allowed_and_loses_no_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, home: Path, hung: FakeAPI
 ) -> None:
     monkeypatch.setattr(publish, "WAITING_LIMIT", 2)
-    api = FakeAPI()
-    api.go.clear()
-    it = publisher(api)
+    it = publisher(hung)
     for _ in range(3):
         it.publish(task_report())
     it.close(0.01)
@@ -176,7 +168,6 @@ def test_a_hanging_api_delays_the_end_only_by_what_is_allowed_and_loses_no_repor
     assert "3 memory reports were not published but written to" in record.getMessage()
     assert "2 others were waiting" in record.getMessage()
     assert len(written(home)) == 3
-    api.go.set()
 
 
 def interrupted(it: Publisher) -> None:
@@ -185,24 +176,20 @@ def interrupted(it: Publisher) -> None:
         it.close(PATIENCE_S)
 
 
-def test_ctrl_c_while_it_publishes_loses_no_report(home: Path) -> None:
-    api = FakeAPI()
-    api.go.clear()
-    it = publisher(api)
+def test_ctrl_c_while_it_publishes_loses_no_report(home: Path, hung: FakeAPI) -> None:
+    it = publisher(hung)
     for _ in range(3):
         it.publish(task_report())
     interrupted(it)
-    api.go.set()
+    hung.go.set()
     it.close(PATIENCE_S)
-    assert len(api.keys) == 3 and not it.saved and not home.exists()
+    assert len(hung.keys) == 3 and not it.saved and not home.exists()
 
 
 def test_ctrl_c_twice_while_it_publishes_writes_what_is_left_to_files(
-    caplog: pytest.LogCaptureFixture, home: Path
+    caplog: pytest.LogCaptureFixture, home: Path, hung: FakeAPI
 ) -> None:
-    api = FakeAPI()
-    api.go.clear()
-    it = publisher(api)
+    it = publisher(hung)
     for _ in range(3):
         it.publish(task_report())
     interrupted(it)
@@ -213,7 +200,6 @@ def test_ctrl_c_twice_while_it_publishes_writes_what_is_left_to_files(
     assert record.getMessage().startswith("3 memory reports were not published but written to")
     assert ": told to end." in record.getMessage()
     assert len(written(home)) == 3
-    api.go.set()
 
 
 def test_a_report_after_the_end_is_written_to_a_file_and_never_raises(
@@ -222,8 +208,7 @@ def test_a_report_after_the_end_is_written_to_a_file_and_never_raises(
     it = publisher(FakeAPI())
     it.close(PATIENCE_S)
     assert not caplog.records
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(it, "late")
     assert "1 memory report was not published" in caplog.text
     assert "it came after the flow" in caplog.text
     assert len(written(home)) == 1
@@ -248,22 +233,20 @@ def test_a_published_report_is_not_kept_in_memory() -> None:
     it.close(PATIENCE_S)
 
 
-def test_only_the_newest_waiting_jobs_of_a_series_are_published() -> None:
-    api = FakeAPI()
-    api.go.clear()
+def test_only_the_newest_waiting_jobs_of_a_series_are_published(hung: FakeAPI) -> None:
     done: list[str] = []
-    made = publisher(api)
+    made = publisher(hung)
 
     def put(name: str, series: str | None) -> None:
         made.put(lambda client: done.append(name), series=series, most=2)
 
-    # The thread has this one, and hangs in opening its client.
+    # The thread has taken this job, and hangs in opening its client.
     put("first", None)
     for index in range(5):
         put(f"a{index}", "a")
         put(f"alone{index}", None)
     put("b0", "b")
-    api.go.set()
+    hung.go.set()
     made.close(PATIENCE_S)
     assert made.lost == 0
     in_order = [f"alone{i}" for i in range(3)] + ["a3", "alone3", "a4", "alone4", "b0"]
@@ -287,34 +270,34 @@ def test_jobs_of_a_series_that_come_one_by_one_are_all_published() -> None:
     assert done == list(range(5))
 
 
-def test_a_dropped_job_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_job_does_not_count_as_waiting(
+    monkeypatch: pytest.MonkeyPatch, hung: FakeAPI
+) -> None:
     monkeypatch.setattr(publish, "WAITING_LIMIT", 4)
-    api = FakeAPI()
-    api.go.clear()
     done: list[int] = []
-    made = publisher(api)
+    made = publisher(hung)
     made.put(lambda client: done.append(-1))
     for index in range(20):
         made.put(lambda client, index=index: done.append(index), series="a", most=1)  # type: ignore[misc]
-    api.go.set()
+    hung.go.set()
     made.close(PATIENCE_S)
     assert made.lost == 0
     assert done[-1] == 19
 
 
+def refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_thread_that_cannot_be_started_loses_no_report_if_a_later_one_can(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     api = FakeAPI()
     made = publisher(api)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         made.publish(task_report())
-    made.publish(task_report())
-    made.close(PATIENCE_S)
+    publish_all(made, "later")
     assert len(api.keys) == 2
     assert not caplog.records
 
@@ -322,19 +305,14 @@ def test_a_thread_that_cannot_be_started_loses_no_report_if_a_later_one_can(
 def test_reports_that_no_thread_can_publish_are_written_to_files_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    made = publisher(FakeAPI())
-    made.publish(task_report())
-    made.close(PATIENCE_S)
+    publish_all(publisher(FakeAPI()), "one")
     assert "1 memory report was not published but written to" in caplog.text
     assert "the thread 'prefect-gpu-publisher' could not be started" in caplog.text
 
 
 class ProgressAPI(FakeAPI):
-    """Takes a progress artifact and its changes too."""
+    """Accepts also a progress artifact and its changes."""
 
     def __init__(self, *errors: Exception) -> None:
         super().__init__(*errors)
@@ -380,7 +358,7 @@ class Flow:
         return self.counts
 
     def wait_until_read(self) -> None:
-        # Once more than what is under way.
+        # The first reading may have begun before the call.
         for _ in range(2):
             assert self.read.acquire(timeout=PATIENCE_S)
 
@@ -414,8 +392,7 @@ def test_a_flow_that_is_over_soon_has_no_progress_artifact() -> None:
     api, flow = ProgressAPI(), Flow()
     it = publisher(api)
     it.show_progress(flow.artifact())
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(it, "evaluate")
     assert api.keys == ["gpu-memory-evaluate"] and api.said == []
 
 
@@ -424,11 +401,10 @@ def test_progress_that_the_api_does_not_take_is_left_out_and_no_report_is_lost(
 ) -> None:
     api, flow = ProgressAPI(OSError("reset"), answered(500), answered(422)), Flow()
     # A report that waited for a progress artifact to be tried again would wait for ever.
-    it = Publisher(api.connect, logger=logging.getLogger("reports"), retry_delays_s=(1e4, 1e4))
+    it = publisher(api, delay_s=1e4)
     it.show_progress(flow.artifact())
     api.wait_for(1)
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(it, "evaluate")
     assert api.keys == ["gpu-progress-nightly", "gpu-memory-evaluate"]
     assert it.lost == it.saved == 0 and not caplog.records and written(home) == {}
 
@@ -438,11 +414,10 @@ def test_a_report_does_not_wait_until_failed_progress_is_tried_again(
 ) -> None:
     api, flow = ProgressAPI(), Flow()
     api.takes_progress = False
-    it = Publisher(api.connect, logger=logging.getLogger("reports"), retry_delays_s=(1e4, 1e4))
+    it = publisher(api, delay_s=1e4)
     it.show_progress(flow.artifact())
     flow.wait_until_read()
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(it, "evaluate")
     assert api.keys == ["gpu-memory-evaluate"] and not caplog.records
 
 
@@ -472,7 +447,6 @@ def test_an_api_that_is_away_at_the_end_is_not_asked_for_progress(
         assert it._changed.wait_for(it._is_done, PATIENCE_S)
     flow.counts = RunCounts(4, 0, 0, {"Completed": 4}, over=True)
     api.errors = [answered(500)] * publish.TRIES
-    it.publish(task_report())
-    it.close(PATIENCE_S)
+    publish_all(it, "evaluate")
     assert len(api.said) == 1
     assert "1 memory report was not published" in caplog.text

@@ -24,7 +24,7 @@ import prefect_gpu
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.terminal import TerminalMarkdown
 from prefect_gpu.errors import ReportError
-from prefect_gpu.reports import published
+from prefect_gpu.reports import publish
 from prefect_gpu.reports.publish import flow_artifact, task_artifact
 from prefect_gpu.reports.published import FlowRunReport, ProcessReport, open_api
 from tests.fakes.reports import task_report
@@ -85,19 +85,16 @@ def test_names_have_no_control_or_direction_characters_in_a_page_and_in_csv() ->
         assert all(line.isprintable() for line in text.split("\n"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", " =1", "\n=1", "＝1", "=cmd|' /C calc'!A0", "--", "-"],
-)  # fmt: skip
+FORMULAS = ("=1+1", "+1+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", " =1", "\n=1", "＝1", "--", "-")
+FORMULAS += ("=cmd|' /C calc'!A0",)
+PLAIN = ("-8", "-1.5e+3", "+7", "0", "eval-1", "a=b", "", "nan")
+
+
+@pytest.mark.parametrize("name", FORMULAS + PLAIN)
 def test_a_cell_of_csv_is_never_a_formula(name: str) -> None:
     ((row),) = csv.DictReader(io.StringIO(with_names(name).to_csv()))
-    assert row["task_run"] == row["learn_by"] == f"'{name.strip()}"
-
-
-@pytest.mark.parametrize("text", ["-8", "-1.5e+3", "+7", "0", "eval-1", "a=b", "", "nan"])
-def test_other_cells_of_csv_are_as_they_are(text: str) -> None:
-    ((row),) = csv.DictReader(io.StringIO(with_names(text).to_csv()))
-    assert row["task_run"] == row["learn_by"] == text
+    expected = f"'{name.strip()}" if name in FORMULAS else name
+    assert row["task_run"] == row["learn_by"] == expected
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +120,7 @@ def run_id(api: str) -> UUID:
 def test_the_reports_of_a_flow_run_are_read_page_by_page(
     run_id: UUID, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(published, "_PAGE", 2)
+    monkeypatch.setattr(publish, "PAGE", 2)
     found = prefect_gpu.report(run_id)
     assert found.flow_run_id == run_id
     assert [each.figures["attempt"] for each in found.processes] == ["1", "2", "3"]
@@ -167,21 +164,16 @@ def test_a_flow_run_that_is_not_there_or_has_no_report_is_one_clear_error(api: s
 
 
 def test_an_api_that_does_not_answer_is_one_clear_error() -> None:
+    away = "http://127.0.0.1:9/api"
     with (
-        temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(
-            ReportError, match=r"API at http://127\.0\.0\.1:9/api cannot be read: Connect"
-        ) as told,
+        temporary_settings({PREFECT_API_URL: away}),
+        pytest.raises(ReportError, match=f"API at {away} cannot be read: Connect") as told,
     ):
         prefect_gpu.report("anything")
     assert "`prefect server start`" in str(told.value)
-
-
-def test_without_an_api_and_without_a_temporary_server_there_is_one_clear_error() -> None:
+    no_server = {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}
     with (
-        temporary_settings(
-            {PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: False}, restore_defaults={PREFECT_API_URL}
-        ),
+        temporary_settings(no_server, restore_defaults={PREFECT_API_URL}),
         pytest.raises(ReportError, match="there is no Prefect API"),
     ):
         prefect_gpu.report("anything")
@@ -195,32 +187,26 @@ def test_a_name_that_is_too_long_for_its_column_is_wrapped_and_not_cut() -> None
     assert "…" not in written.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("url", "meant"),
-    [
-        pytest.param("http://127.0.0.1:4200", "http://127.0.0.1:4200/api", id="no path"),
-        pytest.param("https://host/prefect/", "https://host/prefect/api", id="another path"),
-    ],
-)
-def test_an_address_without_api_is_named(url: str, meant: str) -> None:
+def refused(url: str, error: Exception) -> str:
+    """Return the message after an error of the API at an address."""
     with (
         temporary_settings({PREFECT_API_URL: url}),
         pytest.raises(ReportError) as caught,
         open_api(),
     ):
-        # As Prefect's server answers where it has no API, with the page of its UI.
-        json.loads("<!DOCTYPE html>")
-    assert f"API at {url} cannot be read: JSONDecodeError" in str(caught.value)
-    assert str(caught.value).endswith(f"PREFECT_API_URL has no /api; did you mean {meant}?")
+        raise error
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4200", "https://host/prefect/"])
+def test_an_address_without_api_is_named(url: str) -> None:
+    # Prefect's server answers with the page of its UI.
+    text = refused(url, json.JSONDecodeError("Expecting value", "<!DOCTYPE html>", 0))
+    assert f"API at {url} cannot be read: JSONDecodeError" in text
+    assert text.endswith(f"PREFECT_API_URL has no /api; did you mean {url.rstrip('/')}/api?")
 
 
 def test_an_address_with_api_is_not_corrected() -> None:
     cloud = "https://api.prefect.cloud/api/accounts/a/workspaces/w"
-    with (
-        temporary_settings({PREFECT_API_URL: cloud}),
-        pytest.raises(ReportError) as caught,
-        open_api(),
-    ):
-        raise httpx.ReadTimeout("nothing came")
-    assert "ReadTimeout: nothing came" in str(caught.value)
-    assert "did you mean" not in str(caught.value)
+    text = refused(cloud, httpx.ReadTimeout("nothing came"))
+    assert "ReadTimeout: nothing came" in text and "did you mean" not in text

@@ -76,6 +76,7 @@ def resume(run: str) -> int:
 def _ask(run: str, away: bool, share: bool = False) -> int:
     # Imported here because other commands need neither.
     from prefect_gpu.broker.host_ledger import HostStore
+    from prefect_gpu.broker.preempting import hold_back
     from prefect_gpu.settings import read_settings
 
     ledger = Ledger(partial(HostStore, read_settings().ledger))
@@ -87,7 +88,7 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
         running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
         raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
     for request_id in found:
-        ledger.hold_back(request_id, away, share)
+        ledger.rewrite(request_id, partial(hold_back, away=away, shared=share))
     failed = [
         request_id
         for request_id, entry in found.items()

@@ -23,6 +23,8 @@ sys.path.insert(0, str(_common.REPOSITORY))
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
+from prefect_gpu.broker.preempting import start
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.scheduling.model import Request, Reservation
 from prefect_gpu.units import GIB
@@ -74,9 +76,9 @@ def _per_task(name: str, ledger: Ledger, tasks: int) -> dict[str, float]:
         request_id = f"task {at}"
         waits = _entry(request_id, placed=False)
         _write(ledger, waits)
-        _write(ledger, replace(waits, reservations=_entry(request_id, placed=True).reservations))
-        ledger.attach(request_id, 4242)
-        ledger.mark_running(request_id)
+        _write(ledger, replace(_entry(request_id, placed=True), request=waits.request))
+        for change in (partial(start, pid=4242), partial(replace, running=True)):
+            ledger.rewrite(request_id, change, announces=False)
         ledger.release(request_id)
     return {
         f"{name}_ms": (time.perf_counter() - began_s) / tasks * 1000,
@@ -87,7 +89,10 @@ def _per_task(name: str, ledger: Ledger, tasks: int) -> dict[str, float]:
 def _entry(request_id: str, placed: bool) -> Entry:
     request = Request(request_id, "a task", next_sequence(), 0.0, GIB)
     held = (Reservation(request_id, "here", "SIM-0", GIB, task_name="a task"),) if placed else ()
-    return Entry(request, reservations=held, devices=(("here", "SIM-0"),), max_processes=8)
+    phase = Phase.PLACED if placed else Phase.WAITING
+    return Entry(
+        request, phase=phase, reservations=held, devices=(("here", "SIM-0"),), max_processes=8
+    )
 
 
 def _write(ledger: Ledger, entry: Entry) -> None:
@@ -102,7 +107,8 @@ def _idle(ledger: Ledger, seconds: float, waits: bool) -> float:
     if waits:
         device = broker.devices[0]
         held = replace(held, machine=device.key[0], device_uuid=device.uuid)
-        _write(ledger, Entry(Request("held", "held", 0, 0.0), reservations=(held,)))
+        asked = Request("held", "held", 0, 0.0)
+        _write(ledger, Entry(asked, phase=Phase.PLACED, reservations=(held,)))
     ticket = broker.submit(Request("", "task", next_sequence(), 0.0, 20 * GIB))
     if not waits:
         _until(lambda: ticket.decided)

@@ -34,6 +34,7 @@ sys.path.insert(0, str(_common.REPOSITORY))
 
 from prefect_gpu.broker.device_view import DeviceView
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -124,7 +125,7 @@ class World:
         board = Board(states, least_bytes=self.queue.least_bytes)
         decisions = decide(self.queue, board, host, self._patience, self.now_s)
         entries = {
-            request.id: Entry(request, reservations=placement.reservations)
+            request.id: Entry(request, phase=Phase.PLACED, reservations=placement.reservations)
             for request, placement in decisions.placements
         }
         assert self._ledger.try_write(view.version, entries)

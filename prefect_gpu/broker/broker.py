@@ -25,6 +25,7 @@ from prefect_gpu.broker import events
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.machine import Machine
 from prefect_gpu.broker.machine_state import MachineSettings
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -44,7 +45,6 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.preemption import REST_S
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, explain
 from prefect_gpu.suspension.suspended import Stage
@@ -69,9 +69,6 @@ POLL_S = 0.05
 REST_FACTOR = 4.0
 MOST_REST_S = 0.25
 
-#: Seconds after which a task that could not be suspended may be asked again: it may hold memory by then.
-ASK_AGAIN_S = 10.0
-
 #: Makes request ids unique on the machine: processes of two containers may have the same process id.
 _PROCESS = uuid.uuid4().hex[:8]
 
@@ -90,7 +87,6 @@ class Broker:
     """Gives devices to requests. Its thread starts with the first request and sleeps while idle.
 
     Args:
-        reader: Reads the devices.
         ledger: Holds the reservations and the waiting requests of all brokers that share devices.
         style: How to choose among devices that fit.
         max_processes: Most children at a time; `None`: four for each core, at least eight.
@@ -100,7 +96,6 @@ class Broker:
         ancestors: Requests of the GPU tasks around this process, by id, the outermost first.
         waits_since: Returns the monotonic seconds since when the innermost of them waits for tasks that it submitted;
             `None`: it does not wait.
-        clock: Time.
         read_host_available: Returns the bytes of the machine's memory that new processes could use.
         patience: How far a blocked task may be passed by later ones.
         preempts: Whether other tasks are suspended or moved for its requests.
@@ -134,10 +129,7 @@ class Broker:
         self._ledger = ledger
         #: Most processes at a time.
         self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
-        self._ancestors = ancestors
         self._waits_since = waits_since
-        #: Whether the ledger shows that the task around this process waits.
-        self._told_waits = False
         self._clock = clock or RealClock()
         self._stepped = stepped
         #: Guards the inbox. Nothing is done while it is held.
@@ -149,8 +141,8 @@ class Broker:
         self._thread: threading.Thread | None = None
         #: Called with every reading.
         self._watchers: list[Callable[[Reading], None]] = []
-        #: Called with each device that is set aside, and the reason.
-        self._fault_watchers: set[Callable[[Device, str], None]] = set()
+        #: Functions of runners, called with each device that is set aside, and the reason, on the broker's thread.
+        self.fault_watchers: set[Callable[[Device, str], None]] = set()
         #: Monotonic seconds until which the thread rests.
         self._rests_until_s = float("-inf")
         self._sampler = Sampler(
@@ -228,9 +220,8 @@ class Broker:
         """
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
         now_s = self._clock.now()
-        ticket = Ticket(
-            replace(request, id=request_id, submitted_s=now_s, ancestors=self._ancestors)
-        )
+        around = self._machine.known.settings.ancestors
+        ticket = Ticket(replace(request, id=request_id, submitted_s=now_s, ancestors=around))
         if self._machine.lost:
             raise DeviceError(self._machine.lost)
         self._start()
@@ -354,20 +345,12 @@ class Broker:
         self._machine.watched = True
         self._start()
 
-    def watch_faults(self, call: Callable[[Device, str], None]) -> None:
-        """Call a function with each device that is set aside from now on, and the reason, on the broker's thread."""
-        self._fault_watchers.add(call)
-
-    def unwatch_faults(self, call: Callable[[Device, str], None]) -> None:
-        """Remove a function that `watch_faults` has added."""
-        self._fault_watchers.discard(call)
-
     def held_by_others(self) -> dict[str, Entry]:
         """Return the entries of other flows on these devices, with the measured memory of their processes."""
-        found = {}
+        found, owner = {}, self._ledger.view().owner
         known = {device.key: device for device in self.devices}
-        for request_id, entry in self._ledger.held_by_others().items():
-            if any(r.device_key in known for r in entry.reservations):
+        for request_id, entry in self._ledger.running().items():
+            if entry.owner != owner and any(r.device_key in known for r in entry.reservations):
                 with self._known:
                     view = self._machine.known.view
                     held = tuple(
@@ -377,60 +360,19 @@ class Broker:
                 found[request_id] = replace(entry, namespace="", held_bytes=held)
         return found
 
-    def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
-        """Return the names of the tasks, of all flows, that were on a request's devices since its placement."""
-        with self._known:
-            return tuple(ticket.neighbours)
-
     def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
-        """Show in the ledger how far the suspension of a request's process is; `text`, for people, is empty if it runs."""
-        request_id, now_s = ticket.request.id, self._clock.now()
-        if stage == "refused":
-            rests = now_s + ASK_AGAIN_S
-            self._ledger.rewrite(
-                request_id,
-                lambda e: replace(
-                    e,
-                    suspended_for="",
-                    suspension=text,
-                    held_back=False,
-                    leaves=False,
-                    rests_until_s=rests,
-                ),
-            )
-            self._put(events.NotMoved(ticket, refused=True))
-        elif stage == "moving out":
-            self._ledger.set_suspension(request_id, text, away=False)
-            self._put(events.MovingOut(ticket))
-        elif stage == "running":
-            self._ledger.set_suspension(request_id, text, away=False, rests_until_s=now_s + REST_S)
-            self._put(events.NotMoved(ticket, refused=False))
-        else:
-            self._ledger.set_suspension(request_id, text, away=True)
+        """Show how far the suspension of a request's process is; `text`, for people, is empty if it runs.
 
-    def comes_back(self, ticket: Ticket) -> bool:
-        """Note that the process of a request resumes from now on; return whether it may.
-
-        It may while its devices are reserved for it and no suspension is asked for, by the ledger's newest entry.
+        `"moving in"` asks whether the process may resume: its devices are reserved for it, and no suspension is asked for,
+        by the ledger's newest entry. The answer is in `Ticket.may_resume`.
         """
-        keys = tuple(device.key for device in ticket.devices)
-        rests = self._clock.now() + REST_S
-
-        def change(entry: Entry) -> Entry:
-            reserved = keys == tuple(each.device_key for each in entry.reservations)
-            if not reserved or entry.suspended_for or entry.held_back or entry.leaves:
-                return entry
-            return replace(entry, suspension="moving back", away=False, rests_until_s=rests)
-
-        return self._ledger.rewrite(ticket.request.id, change)
+        self._put(events.Moved(ticket, Trigger(stage), text))
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return the free bytes of a device at a new reading; `None`: none came within `patience_s`, or it has failed."""
-        asked_s = self._clock.now()
-        self.refresh()
+        if not self._read_anew(patience_s):
+            return None
         with self._known:
-            if not self._wait_for_reading(asked_s, patience_s):
-                return None
             reading = self._machine.known.view.reading
             for snapshot in () if reading is None or reading.error else reading.snapshots:
                 if snapshot.device.key == device.key and not snapshot.error:
@@ -454,11 +396,7 @@ class Broker:
             return self._machine.known.view.capacities(names, nodes)
 
     def check(self, request: Request) -> None:
-        """Check that a request could be placed if nothing else ran.
-
-        Raises:
-            PlacementError: It can never be placed.
-        """
+        """Raise `PlacementError` if a request could not be placed though nothing else ran."""
         with self._known:
             self._machine.known.view.check(request)
 
@@ -467,10 +405,8 @@ class Broker:
 
         A new reading counts if it comes within `patience_s`, else the last one.
         """
-        asked_s = self._clock.now()
-        self.refresh()
+        self._read_anew(patience_s)
         with self._known:
-            self._wait_for_reading(asked_s, patience_s)
             before = ticket.foreign_before
             now = {state.device.key: state.foreign_bytes for state in self._machine.known.states()}
             return max(0, 0, *(now.get(key, 0) - was for key, was in before.items()))
@@ -495,17 +431,21 @@ class Broker:
             return []
         with self._known:
             known = self._machine.known
-            ended = [t.ended_pid for t in known.recovery.ending if t.ended_pid is not None]
+            ended = [t.ended_pid for t in known.recovery.ending.values() if t.ended_pid is not None]
         own = [os.getpid()] if known.settings.around else []
         return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *ended]))
 
-    def _wait_for_reading(self, asked_s: float, patience_s: float) -> bool:
-        """Wait for a reading that began after `asked_s`; return whether one came in time."""
-        while (reading := self._machine.known.view.reading) is None or reading.at_s < asked_s:
-            left_s = asked_s + patience_s - self._clock.now()
-            if left_s <= 0:
-                return False
-            self._clock.wait(self._known, left_s)
+    def _read_anew(self, patience_s: float) -> bool:
+        """Ask for a reading and wait for it; return whether it came in time."""
+        asked_s = self._clock.now()
+        self.refresh()
+        with self._known:
+            view = self._machine.known.view
+            while view.reading is None or view.reading.at_s < asked_s:
+                left_s = asked_s + patience_s - self._clock.now()
+                if left_s <= 0:
+                    return False
+                self._clock.wait(self._known, left_s)
         return True
 
     # The broker's thread; for a stepped broker, the caller's.
@@ -532,7 +472,6 @@ class Broker:
         if not (known.waiting and known.view.silence(self._clock.now())):
             # While its devices do not answer it sends no heartbeats, so other flows do not wait for its requests.
             self._attempt(self._ledger.beat)
-        self._attempt(self._tell_waits)
         self._attempt(self._ledger.poll)
         # Changes from its own releases.
         self._take_arrived()
@@ -547,7 +486,8 @@ class Broker:
     def _wait_for_work(self) -> None:
         known = self._machine.known
         # Another flow may ask for a process's memory, or wait for its suspension.
-        suspends = known.parked or any(t.request.preemptible for t in known.placed.values())
+        outside = len(known.own) > len(known.waiting) + len(known.placed)
+        suspends = outside or any(t.request.preemptible for t in known.placed.values())
         until_s: float | None = None
         if self._ledger.shares and (known.waiting or suspends):
             until_s = self._clock.now() + POLL_S
@@ -612,6 +552,8 @@ class Broker:
         match command:
             case events.Append(plan):
                 done = ledger.try_write(plan.version, plan.changes)
+                if done and plan.suspends:
+                    ledger.announce()
                 rows = events.Rows(*ledger.read(self._subscription))
                 outcome = events.Appended(plan, done)
                 queue += (outcome, rows) if done else (rows, outcome)
@@ -624,23 +566,17 @@ class Broker:
                     self._sampler.set_active(active)
             case events.Log(note):
                 logger.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)
-            case events.Rewrite(request_id, change):
-                ledger.rewrite(request_id, change)
-            case events.Lower(request_id, reservations):
-                ledger.lower(request_id, reservations)
-            case events.SetProcess(request_id, pid):
-                ledger.attach(request_id, pid)
-            case events.MarkRunning(request_id):
-                ledger.mark_running(request_id)
-            case events.SetHeldBytes(request_id, held_bytes):
-                ledger.set_held_bytes(request_id, held_bytes)
+            case events.Rewrite(request_id, change, announces, asks):
+                changed = ledger.rewrite(request_id, change, announces)
+                if asks is not None:
+                    # The machine knows of it before the process's next step.
+                    queue.append(events.Rows(*ledger.read(self._subscription)))
+                    asks.may_resume.put(changed)
             case events.Release(request_id, ticket, leaked_bytes):
                 # First, whatever the callback does.
                 ledger.release(request_id)
                 if ticket is not None and ticket.on_recovered is not None:
                     ticket.on_recovered(leaked_bytes)
-            case events.Announce():
-                ledger.announce()
             case events.TellMeasured(ticket, at_s, measured):
                 if ticket.on_measured is not None:
                     ticket.on_measured(at_s, measured)
@@ -655,14 +591,7 @@ class Broker:
                 if on_short is not None:
                     on_short(device)
             case events.SetAside(device, why):
-                for tell in tuple(self._fault_watchers):
+                for tell in tuple(self.fault_watchers):
                     self._attempt(partial(tell, device, why))
             case _:
                 assert_never(command)
-
-    def _tell_waits(self) -> None:
-        """Write to the ledger whether the GPU task around this process waits, if that has changed."""
-        waits = self._waits_since() is not None
-        if waits != self._told_waits and self._ancestors:
-            self._told_waits = waits
-            self._ledger.rewrite(self._ancestors[-1], lambda entry: replace(entry, waits=waits))

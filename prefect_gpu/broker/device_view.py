@@ -76,8 +76,8 @@ class RecoveryWatch:
     """The tickets whose process has ended and whose memory is not back. Not safe to use from several threads at once."""
 
     def __init__(self) -> None:
-        #: By request id.
-        self._ending: dict[str, Ticket] = {}
+        #: The tickets, by request id.
+        self.ending: dict[str, Ticket] = {}
         #: Monotonic seconds at which the next reading is due.
         self._poll_s = 0.0
         #: Devices that list no process of the flow though it holds memory there (containers).
@@ -88,18 +88,13 @@ class RecoveryWatch:
         self.suspended = 0
 
     @property
-    def ending(self) -> Collection[Ticket]:
-        """The tickets whose memory is not back."""
-        return self._ending.values()
-
-    @property
     def poll_s(self) -> float | None:
         """Monotonic seconds at which the next reading is due; `None`: none is."""
-        return self._poll_s if self._ending else None
+        return self._poll_s if self.ending else None
 
     def begin(self, ticket: Ticket, now_s: float) -> None:
         """Wait for the memory of a process that has just ended; a reading is due at once."""
-        self._ending[ticket.request.id] = ticket
+        self.ending[ticket.request.id] = ticket
         self._poll_s = now_s
 
     def take_baseline(self, ticket: Ticket, reading: Reading) -> None:
@@ -112,9 +107,9 @@ class RecoveryWatch:
     def check(self, reading: Reading, placed: Collection[Ticket]) -> list[Ticket]:
         """Return and forget the tickets whose memory a good new reading shows back; `placed` tickets still run."""
         self._find_hiding(reading, placed)
-        done = [ticket for ticket in self._ending.values() if self._is_back(ticket, reading)]
+        done = [ticket for ticket in self.ending.values() if self._is_back(ticket, reading)]
         for ticket in done:
-            del self._ending[ticket.request.id]
+            del self.ending[ticket.request.id]
         return done
 
     def give_up(
@@ -125,23 +120,23 @@ class RecoveryWatch:
         `now_s` is from the clock and not from the last reading: a driver that hangs gives no readings.
         """
         done, notes = list[Ticket](), list[Note]()
-        for ticket in tuple(self._ending.values()):
+        for ticket in tuple(self.ending.values()):
             assert ticket.ended_s is not None
             if now_s - ticket.ended_s < RECOVERY_S:
                 continue
             done.append(ticket)
-            del self._ending[ticket.request.id]
+            del self.ending[ticket.request.id]
             if reading is None or reading.error:
                 continue
             # Again: leaks of the ticket before this one are not missing here.
             self._is_back(ticket, reading)
             if ticket.missing_bytes:
-                notes.append(self._note_leak(ticket, reading, (*placed, *self._ending.values())))
+                notes.append(self._note_leak(ticket, reading, (*placed, *self.ending.values())))
         return done, notes
 
     def poll(self, now_s: float) -> bool:
         """Return whether a reading is due now, and set the time of the next."""
-        if not self._ending or now_s < self._poll_s:
+        if not self.ending or now_s < self._poll_s:
             return False
         self._poll_s = now_s + RECOVERY_POLL_S
         return True
@@ -400,7 +395,7 @@ class DeviceView:
         if reading is None or reading.error or not self._growths:
             return
         now_s = reading.at_s
-        goes = {i for i, e in running.items() if e.leaves or e.held_back or e.suspended_for}
+        goes = {i for i, entry in running.items() if entry.wish is not None}
         away = goes | {i for i, e in running.items() if e.away}
         # One is suspended at a time: the next needs a reading of the machine's own memory with it there.
         if any(not running[i].away and running[i].owner not in silent for i in goes):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, Union
 
 from prefect_gpu.broker.device_view import Note
 from prefect_gpu.broker.ledger import Changes, Entry, LedgerView
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.planning import Plan
 from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.scheduling.model import Device, Placement, Reading, Reservation
+from prefect_gpu.scheduling.model import Device, Placement, Reading
 
 # Events.
 
@@ -60,18 +60,12 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class MovingOut:
-    """The memory of a request's process is being moved to the host."""
+class Moved:
+    """The suspension of a request's process has made a step, or is about to (`MOVING_IN`); `text` is for people."""
 
     ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class NotMoved:
-    """A process was not suspended (`refused`), or runs again."""
-
-    ticket: Ticket
-    refused: bool
+    step: Trigger
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +126,9 @@ class Appended:
     done: bool
 
 
-Event: TypeAlias = Union[  # noqa: UP007
-    Submitted,
-    Withdrawn,
-    DevicesLost,
-    Attached,
-    BodyBegan,
-    Ended,
-    MovingOut,
-    NotMoved,
-    NeedLearned,
-    Read,
-    Rows,
-    LedgerChanged,
-    Waits,
-    Tick,
-    ScheduleDue,
-    SuspensionsDue,
-    Appended,
-]
+TicketEvent = Submitted | Withdrawn | Attached | BodyBegan | Ended | Moved | NeedLearned
+LedgerEvent = Rows | LedgerChanged | Appended
+Event = TicketEvent | LedgerEvent | Read | DevicesLost | Waits | Tick | ScheduleDue | SuspensionsDue
 
 
 # Commands.
@@ -165,41 +143,13 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """Replace the ledger's entry of a request by the result of a pure function."""
+    """Replace the ledger's entry of a request by the result of a pure function; see `Ledger.rewrite`."""
 
     request_id: str
     change: Callable[[Entry], Entry]
-
-
-@dataclass(frozen=True, slots=True)
-class Lower:
-    """Replace the reservations of a request by smaller ones."""
-
-    request_id: str
-    reservations: tuple[Reservation, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SetProcess:
-    """Write into the ledger the process that uses a request's reservation."""
-
-    request_id: str
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class MarkRunning:
-    """Write into the ledger that the body of a request has begun."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetHeldBytes:
-    """Write into the ledger the bytes of a request's process on each device that it may use."""
-
-    request_id: str
-    held_bytes: tuple[int, ...]
+    announces: bool = True
+    #: Request whose suspended process is told whether the entry has changed: it may resume.
+    asks: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +159,6 @@ class Release:
     request_id: str
     ticket: Ticket | None = None
     leaked_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Announce:
-    """Tell the other brokers of this process that the ledger has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,25 +230,9 @@ class Log:
     note: Note
 
 
-Command: TypeAlias = Union[  # noqa: UP007
-    Append,
-    Rewrite,
-    Lower,
-    SetProcess,
-    MarkRunning,
-    SetHeldBytes,
-    Release,
-    Announce,
-    ReadDevices,
-    SampleDevices,
-    Decide,
-    TellMeasured,
-    TellHeldBack,
-    TellNoReturn,
-    TellShort,
-    SetAside,
-    Log,
-]
+LedgerCommand = Append | Rewrite | Release
+Tell = Decide | TellMeasured | TellHeldBack | TellNoReturn | TellShort
+Command = LedgerCommand | Tell | ReadDevices | SampleDevices | SetAside | Log
 
 #: Takes an event and monotonic seconds; returns commands in order. See `Machine.handle`.
-Handle: TypeAlias = Callable[[Event, float], list[Command]]
+Handle = Callable[[Event, float], list[Command]]

@@ -47,7 +47,7 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 logger = logging.getLogger(__name__)
 
 #: Version of the tables and of `Entry`. Releases with different versions do not share a ledger.
-SCHEMA = 1
+SCHEMA = 2
 
 #: Seconds to wait for another process's write, which takes less than a millisecond. A process that was stopped in the
 #: middle of a write may keep the file for ever.
@@ -166,7 +166,8 @@ class HostStore:
         self._finalizer = weakref.finalize(
             self, _leave, self._lock, self._db, database, hold, shared.path, self.owner, os.getpid()
         )
-        PROCESS_RESOURCES.after_fork(self, HostStore._forget)
+        # In a fork SQLite would believe that it holds locks of the parent.
+        PROCESS_RESOURCES.after_fork(self, lambda store: store._db.close())
 
     @property
     def closed(self) -> bool:
@@ -351,7 +352,7 @@ class HostStore:
             database = _connect(path, self._folder)
             if not alone:
                 return database, identity
-            if _read_boot(database) == _boot_number():
+            if database.execute("PRAGMA application_id").fetchone() == (_boot_number(),):
                 _check_rows(database)
                 return database, identity
             database.close()
@@ -400,10 +401,6 @@ class HostStore:
         # SQLite does not report the connection's own writes as changes.
         self._seen_version = -1
 
-    def _forget(self) -> None:
-        # In a fork, where SQLite would believe that it holds locks of the parent.
-        self._db.close()
-
     def _describe(self, error: Exception) -> str:
         if isinstance(error, StoreError):
             return str(error)
@@ -451,24 +448,16 @@ def _boot_number() -> int:
     return zlib.crc32(read_machine().encode()) & 0x7FFF_FFFF
 
 
-def _read_boot(database: sqlite3.Connection) -> int:
-    (number,) = database.execute("PRAGMA application_id").fetchone()
-    return int(number)
-
-
 def _read_files(folder: Path) -> tuple[FileIdentity | None, ...]:
     """Return the identities of the database's files in a folder now."""
     found: list[FileIdentity | None] = []
     for name in _FILES:
         try:
-            found.append(_identify(os.stat(folder / name)))
+            status = os.stat(folder / name)
+            found.append((status.st_dev, status.st_ino))
         except OSError:
             found.append(None)
     return tuple(found)
-
-
-def _identify(status: os.stat_result) -> FileIdentity:
-    return status.st_dev, status.st_ino
 
 
 def _never_close(database: sqlite3.Connection) -> None:

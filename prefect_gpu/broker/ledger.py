@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from prefect_gpu.broker.phases import Phase, Wish, Wisher
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.scheduling.backfill import BlockedStatus
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.suspension.suspended import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,10 @@ class Entry:
     node: str = ""
     #: Number of the broker within the owner.
     broker: int = 0
-    #: Reservations of the request; empty: it waits.
+    phase: Phase = Phase.WAITING
+    #: Who wants its process suspended; `None`: nobody.
+    wish: Wish | None = None
+    #: Reservations of the request; empty: it has no devices.
     reservations: tuple[Reservation, ...] = ()
     #: Devices that the request may use.
     devices: tuple[DeviceKey, ...] = ()
@@ -48,7 +51,7 @@ class Entry:
     max_processes: int = 0
     #: Process that holds the memory; `None`: none does yet.
     pid: int | None = None
-    #: PID namespace of `pid`; empty: not known.
+    #: PID namespace of its owner, and of `pid`; empty: not known.
     namespace: str = ""
     #: Bytes that the process holds on each of `devices`, measured by its own flow. Written only where others cannot
     #: identify it by `pid`, because they, or the driver, see another PID namespace.
@@ -57,17 +60,7 @@ class Entry:
     waits: bool = False
     #: Its body has begun. Its host memory is then part of what the kernel reports as used.
     running: bool = False
-    #: A person has asked to suspend its process.
-    held_back: bool = False
-    #: Other requests may get the memory which that suspension frees.
-    shared: bool = False
-    #: A first run, to be suspended for the first runs beside it. Once suspended, it waits for room to resume.
-    leaves: bool = False
-    #: Waiting request, by id, that its process is to be suspended for; empty: none.
-    suspended_for: str = ""
-    #: Fully suspended; no resume has begun.
-    away: bool = False
-    #: Progress of the suspension, as text for people; empty: its memory is on its devices.
+    #: Progress of the suspension, or why the process was not suspended, as text for people; empty: neither.
     suspension: str = ""
     #: Monotonic seconds when it got its devices; 0: not known.
     placed_s: float = 0.0
@@ -82,7 +75,22 @@ class Entry:
     @property
     def runs(self) -> bool:
         """Whether its task has devices, or had them when it was suspended."""
-        return bool(self.reservations or self.away)
+        return self.phase is not Phase.WAITING
+
+    @property
+    def away(self) -> bool:
+        """Fully suspended; no resume has begun."""
+        return self.phase in (Phase.AWAY, Phase.RELEASED)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a person wants its process suspended."""
+        return self.wish is not None and self.wish.by is Wisher.PERSON
+
+    @property
+    def suspended_for(self) -> str | None:
+        """Waiting request, by id, that its process is to be suspended for; `None`: none."""
+        return None if self.wish is None else self.wish.request_id
 
 
 def owner_of(origin: str) -> str:
@@ -228,8 +236,6 @@ class LedgerView:
     held_bytes: Mapping[str, Mapping[DeviceKey, int]]
     #: By origin: requests that hold devices.
     holding: Mapping[str, int]
-    #: Bytes of the machine's memory reserved for processes that have not taken them yet.
-    host_promised_bytes: int
     #: By device (the first, for a request on several): needs of the machine. A cluster adds them up by node.
     host_use: Mapping[DeviceKey, HostUse]
     #: See `Store.silent`.
@@ -245,6 +251,11 @@ class LedgerView:
     def tasks(self) -> int:
         """Requests that hold devices."""
         return sum(self.holding.values())
+
+    @property
+    def host_promised_bytes(self) -> int:
+        """Bytes of the machine's memory reserved for processes that have not taken them yet."""
+        return sum(use.promised_bytes for use in self.host_use.values())
 
 
 class Subscription:
@@ -341,7 +352,7 @@ class Ledger:
                 return
             self._open_store, self.shares = open_store, True
             self._write_all(self._leave())
-        self._call_watchers()
+        self.announce()
 
     def view(self) -> LedgerView:
         """Read new rows of other processes, and return the current view."""
@@ -371,7 +382,7 @@ class Ledger:
             if not self._news:
                 return
             self._news = False
-        self._call_watchers()
+        self.announce()
 
     def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
         """Write changes and return `True`, if no reservation was added and none of the entries changed since `version`.
@@ -379,73 +390,44 @@ class Ledger:
         `version` is that of the view on which the changes were decided. The owner of new entries is set here.
         """
         with self._lock:
+            # A new entry has no owner yet.
             if self._promised > version or any(
-                self._has_changed(each, entry, version) for each, entry in changes.items()
+                self._changed[i] > version if i in self._changed else entry.owner
+                for i, entry in changes.items()
             ):
                 return False
             return self._write(changes, lambda row: row.promises or row.request_id in changes)
 
-    def attach(self, request_id: str, pid: int) -> None:
-        """Set the process that uses a request's reservation, in place of an earlier one."""
-        with self._lock:
-            self._change(request_id, pid=pid, namespace=self._open().namespace)
+    def rewrite(
+        self, request_id: str, change: Callable[[Entry], Entry], announces: bool = True
+    ) -> bool:
+        """Replace the entry of a request that does not wait for its first devices; return whether it has changed.
 
-    def set_held_bytes(self, request_id: str, held_bytes: tuple[int, ...]) -> None:
-        """Set the bytes that the process of a request holds on each device that it may use."""
-        with self._lock:
-            self._change(request_id, held_bytes=held_bytes)
-
-    def lower(self, request_id: str, reservations: tuple[Reservation, ...]) -> None:
-        """Replace the reservations of a request by smaller ones, if it still holds the same devices."""
-        keys = [each.device_key for each in reservations]
-
-        def change(entry: Entry) -> Entry:
-            same = keys == [each.device_key for each in entry.reservations]
-            return replace(entry, reservations=reservations) if same else entry
-
-        self.rewrite(request_id, change)
-
-    def mark_running(self, request_id: str) -> None:
-        """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
-        with self._lock:
-            self._change(request_id, running=True)
-
-    def hold_back(self, request_id: str, away: bool, shared: bool = False) -> None:
-        """Ask the flow of a request to suspend its process (`away`) or to resume it.
-
-        `shared`: other requests may get the memory that a suspension frees.
+        The result of `change` reserves no more than the entry did. `announces`: the watchers are called.
         """
-
-        def ask(entry: Entry) -> Entry:
-            if not entry.runs:
-                return entry
-            # This request needs a new answer: an earlier refusal is removed.
-            told = "" if entry.suspension.startswith(REFUSED) else entry.suspension
-            return replace(entry, held_back=away, shared=shared, suspension=told)
-
-        self.rewrite(request_id, ask)
-
-    def set_suspension(self, request_id: str, state: str, **fields: object) -> None:
-        """Set `Entry.suspension` to `state`, text for people, and further fields of the entry by name."""
-        with self._lock:
-            self._change(request_id, suspension=state, **fields)
-        self._call_watchers()
-
-    def rewrite(self, request_id: str, change: Callable[[Entry], Entry]) -> bool:
-        """Replace a request's entry by the result of a function, which reserves no more; return whether it has changed."""
         with self._lock:
             while True:
                 entry = self._entries.get(request_id)
-                if entry is None or (changed := change(entry)) == entry:
+                if entry is None or not entry.runs or (changed := change(entry)) == entry:
                     return False
                 if self._write({request_id: changed}, lambda row: row.request_id == request_id):
                     break
-        self._call_watchers()
+        if announces:
+            self.announce()
         return True
 
     def announce(self) -> None:
-        """Call the watchers of this process: entries of its other brokers have changed."""
-        self._call_watchers()
+        """Call the watchers of this process: entries have changed."""
+        with self._lock:
+            watchers = list(self._watchers)
+        for call in watchers:
+            try:
+                call()
+            except Exception:
+                # A broker may fail to start a thread; the others must still be called.
+                logger.exception(
+                    "a broker of GPU devices could not take that the ledger has changed"
+                )
 
     def running(self) -> dict[str, Entry]:
         """Return the entries of tasks that have devices or are suspended, of all processes, by request id."""
@@ -460,14 +442,7 @@ class Ledger:
                 return
             while request_id in self._entries:
                 self._write({request_id: None}, lambda row: False)
-        self._call_watchers()
-
-    def held_by_others(self) -> dict[str, Entry]:
-        """Return the entries of other processes that hold devices, by request id."""
-        with self._lock:
-            self._look()
-            owner = self._open().owner
-            return {i: entry for i, entry in self._holding.items() if entry.owner != owner}
+        self.announce()
 
     def entry(self, request_id: str) -> Entry | None:
         """Return the entry of a request; `None`: there is none."""
@@ -542,18 +517,14 @@ class Ledger:
 
     def _write_all(self, mine: Mapping[str, Entry]) -> None:
         """Write the entries of this process to a store that does not have them."""
-        while True:
+        while not self._write(mine, lambda row: False):
             # After a failure the store is another one.
-            namespace = self._open().namespace
-            changes = {i: replace(entry, namespace=namespace) for i, entry in mine.items()}
-            if self._write(changes, lambda row: False):
-                return
+            pass
 
     def _leave(self) -> dict[str, Entry]:
         """Close the store, and return the entries of this process."""
-        owner = ""
+        owner = "" if self._store is None else self._store.owner
         if self._store is not None:
-            owner = self._store.owner
             self._store.close()
         self._store = None
         mine = {
@@ -581,15 +552,6 @@ class Ledger:
         except StoreError as error:
             self._share_nothing(error)
 
-    def _change(self, request_id: str, **fields: object) -> None:
-        while (entry := self._entries.get(request_id)) is not None:
-            if not entry.reservations and not entry.away:
-                # It waits, or is gone.
-                return
-            changed = replace(entry, **fields)  # type: ignore[arg-type]
-            if self._write({request_id: changed}, lambda row: row.request_id == request_id):
-                break
-
     def _write(self, changes: Changes, conflicts: Callable[[Row], bool]) -> bool:
         """Write changes; return whether no row that others have written meanwhile conflicts."""
         store = self._open()
@@ -600,7 +562,7 @@ class Ledger:
                 entry is not None and self._promises(request_id, entry),
                 entry
                 if entry is None or entry.owner
-                else replace(entry, owner=store.owner, node=store.node),
+                else replace(entry, owner=store.owner, node=store.node, namespace=store.namespace),
             )
             for request_id, entry in changes.items()
         ]
@@ -620,13 +582,6 @@ class Ledger:
         for at, row in enumerate(rows):
             self._apply(row.request_id, row.entry, row._replace(number=first + at))
         return True
-
-    def _has_changed(self, request_id: str, entry: Entry, version: int) -> bool:
-        """Return whether an entry was changed after a version, or removed."""
-        if request_id in self._entries:
-            return self._changed[request_id] > version
-        # A new entry has no owner yet.
-        return bool(entry.owner)
 
     def _promises(self, request_id: str, entry: Entry) -> bool:
         """Return whether an entry reserves memory on a device where its request had none."""
@@ -709,7 +664,7 @@ class Ledger:
         holding: dict[str, int] = {}
         processes: dict[str, int] = {}
         held_bytes: dict[str, Mapping[DeviceKey, int]] = {}
-        host_promised_bytes = preemptible = 0
+        preemptible = 0
         for request_id, entry in self._holding.items():
             if entry.pid is not None and entry.namespace == store.namespace:
                 processes[request_id] = entry.pid
@@ -718,31 +673,15 @@ class Ledger:
                 held_bytes[request_id] = dict(zip(entry.devices, sizes, strict=True))
             preemptible += entry.request.preemptible
             holding[entry.origin] = holding.get(entry.origin, 0) + 1
-            host_promised_bytes += 0 if entry.running else entry.request.host_bytes
         return LedgerView(
             self._base + self._number,
             dict(self._by_device),
             processes,
             held_bytes,
             holding,
-            host_promised_bytes,
             dict(self._host_use),
             self._silent,
             preemptible,
             self._freed_s,
             store.owner,
         )
-
-    # Without the lock.
-
-    def _call_watchers(self) -> None:
-        with self._lock:
-            watchers = list(self._watchers)
-        for call in watchers:
-            try:
-                call()
-            except Exception:
-                # A broker may fail to start a thread; the others must still be called.
-                logger.exception(
-                    "a broker of GPU devices could not take that the ledger has changed"
-                )

@@ -1,30 +1,25 @@
 """The state machine of a broker: events go in, commands come out.
 
-    Submitted ─▶ waiting ─▶ placed ─▶ (its process runs) ─▶ Ended ─▶ its memory is back ─▶ gone
-                    ▲          │ suspended, and another request has its device
-                    └──────────┘ (parked instead, while a person keeps it suspended)
-
-`Machine.handle` takes one event and returns commands. Only this method changes the state. It uses no thread, lock, clock,
-file or log: `broker` feeds it and carries out its commands.
+`Machine.handle` takes one event and returns commands. Only this method changes the state, and the phase of a request
+(`phases`). It uses no thread, lock, clock, file or log: `broker` feeds it and carries out its commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from typing_extensions import assert_never
 
-from prefect_gpu.broker import events
-from prefect_gpu.broker.device_view import Note
+from prefect_gpu.broker import events, preempting
 from prefect_gpu.broker.ledger import Changes, Entry, LedgerView
 from prefect_gpu.broker.machine_state import MachineSettings, MachineState
+from prefect_gpu.broker.phases import Phase, Trigger, Wisher
 from prefect_gpu.broker.planning import Plan, make_plan
-from prefect_gpu.broker.preempting import ask_to_leave, leave, share, withdraw
-from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, Measured, Ticket
+from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, MOST_NEIGHBOURS, Measured, Ticket
 from prefect_gpu.errors import DeviceError, PrefectGPUError
-from prefect_gpu.scheduling.model import Device, Reading, Request, Reservation
+from prefect_gpu.scheduling.model import Device, Reading, Reservation
 from prefect_gpu.scheduling.preemption import aged_priority
 from prefect_gpu.units import MIB
 
@@ -41,7 +36,6 @@ class Machine:
     def __init__(
         self, settings: MachineSettings, devices: tuple[Device, ...], ledger: LedgerView
     ) -> None:
-        self._settings = settings
         #: State that all may read, and only `handle` changes.
         self.known = MachineState(settings, devices, ledger)
         #: Why the devices are lost for good; empty: they are not.
@@ -66,29 +60,25 @@ class Machine:
             case events.Submitted(ticket):
                 self._submit(ticket)
             case events.Withdrawn(ticket):
-                self._withdraw(ticket)
+                self._end(ticket, Trigger.WITHDRAWN)
             case events.DevicesLost(why):
                 self.lost = why
                 for ticket in tuple(self.known.waiting.values()):
-                    self._refuse(ticket.request, DeviceError(why))
+                    self._refuse(ticket, DeviceError(why))
                 self.dirty = True
             case events.Attached(ticket, pid):
-                self._do(events.SetProcess(ticket.request.id, pid))
-                if self._settings.remote:
+                self.known.advance(ticket, Trigger.STARTED)
+                change = partial(preempting.start, pid=pid)
+                self._do(events.Rewrite(ticket.request.id, change, announces=False))
+                if self.known.settings.remote:
                     self.known.view.compute_again(ticket.devices)
             case events.BodyBegan(ticket):
-                self._do(events.MarkRunning(ticket.request.id))
+                change = partial(replace, running=True)
+                self._do(events.Rewrite(ticket.request.id, change, announces=False))
             case events.Ended(ticket):
-                self._end(ticket)
-            case events.MovingOut(ticket):
-                # If the suspension is not wanted any more, the process is told to resume.
-                ticket.held_back = True
-                self.dirty = True
-            case events.NotMoved(ticket, refused):
-                ticket.held_back = ticket.held_back and not refused
-                budgets, ticket.learned = ticket.learned, None
-                if budgets is not None:
-                    self._learn(ticket, budgets)
+                self._end(ticket, Trigger.ENDED)
+            case events.Moved(ticket, step, text):
+                self._move(ticket, step, text)
             case events.NeedLearned(ticket, budgets):
                 self._learn(ticket, budgets)
             case events.Read(reading):
@@ -101,7 +91,7 @@ class Machine:
                     self._do(events.ReadDevices())
                 self.dirty = True
             case events.Waits(since_s):
-                self.known.waits_since_s = since_s
+                self._take_waits(since_s)
             case events.Tick():
                 self._tick()
             case events.ScheduleDue():
@@ -128,57 +118,70 @@ class Machine:
         if self.lost:
             self._do(events.Decide(ticket, error=DeviceError(self.lost)))
             return
-        request = ticket.request
-        self.known.queue.add(request)
-        self.known.waiting[request.id] = ticket
-        self.known.unwritten[request.id] = request
+        self.known.add(ticket)
+        self.known.unwritten[ticket.request.id] = ticket.request
         self.dirty = True
 
-    def _withdraw(self, ticket: Ticket) -> None:
-        if self.known.remove(ticket.request) is None:
-            self._end(ticket)
-            return
-        # The withdrawn request may have blocked others.
-        self._do(events.Release(ticket.request.id))
-        self.dirty = True
-
-    def _refuse(self, request: Request, error: PrefectGPUError) -> None:
+    def _refuse(self, ticket: Ticket, error: PrefectGPUError) -> None:
         """Remove a request that can never be placed from the queue, and give its ticket the error."""
-        ticket = self.known.remove(request)
-        if ticket is None:
-            return
-        if ticket.pid is None:
+        self.known.remove(ticket)
+        self.known.advance(ticket, Trigger.REJECTED)
+        if ticket.phase is Phase.GONE:
             self._do(events.Decide(ticket, error=error))
-            self._do(events.Release(request.id))
-            return
-        # A suspended process: parked until its end.
-        self.known.parked[request.id] = ticket
-        self._do(events.TellNoReturn(ticket, error))
+            self._do(events.Release(ticket.request.id))
+        else:
+            # Its process is suspended, and will be ended.
+            self._do(events.TellNoReturn(ticket, error))
 
-    def _end(self, ticket: Ticket) -> None:
+    def _end(self, ticket: Ticket, trigger: Trigger) -> None:
         known, request_id = self.known, ticket.request.id
-        suspended = known.parked.pop(request_id, None)
-        if suspended is None and ticket.pid is not None:
-            suspended = known.remove(ticket.request)
-        if suspended is None and known.placed.pop(request_id, None) is None:
+        before = known.advance(ticket, trigger)
+        if ticket.phase is before:
             return
+        known.remove(ticket)
         ticket.ended_s = self._now_s
         ticket.ended_pid, ticket.pid = ticket.pid, None
-        if ticket.ended_pid is None:
-            # No process ever came: no memory is missing.
-            self._do(events.Release(request_id, ticket, 0))
-        else:
+        if ticket.phase is Phase.ENDING:
             known.recovery.begin(ticket, ticket.ended_s)
+        else:
+            # No process ever came: no memory is missing.
+            placed = None if before is Phase.WAITING else ticket
+            self._do(events.Release(request_id, placed, 0))
+        # A request may have blocked others, also while it waited.
         self.dirty = True
+
+    def _move(self, ticket: Ticket, step: Trigger, text: str) -> None:
+        """Note a step of a process's suspension."""
+        known, now_s = self.known, self._now_s
+        if step is Trigger.MOVING_IN:
+            # The newest entry decides: see `take_entries`.
+            keys = tuple(device.key for device in ticket.devices)
+            change = partial(preempting.resume, keys=keys, text=text, now_s=now_s)
+            self._do(events.Rewrite(ticket.request.id, change, asks=ticket))
+            return
+        known.advance(ticket, step)
+        if ticket.phase in (Phase.ENDING, Phase.GONE):
+            return
+        change = partial(preempting.move, step=step, text=text, now_s=now_s)
+        self._do(events.Rewrite(ticket.request.id, change))
+        if step is Trigger.MOVING_OUT:
+            # If the suspension is not wanted any more, the process is told to resume.
+            ticket.held_back = True
+            self.dirty = True
+        elif ticket.phase is Phase.RUNNING:
+            ticket.held_back = ticket.held_back and step is not Trigger.NOT_MOVED
+            budgets, ticket.learned = ticket.learned, None
+            if budgets is not None:
+                self._learn(ticket, budgets)
 
     def _learn(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
         """Count a probe at its task's need, except on a cluster, where the node would refuse tasks beside it."""
         placement = ticket.placement
-        if placement is None or self._settings.remote:
+        if placement is None or self.known.settings.remote:
             return
         # The learned budget may be too little to resume with, so the probe is not suspended any more.
         ticket.may_leave = False
-        if ticket.held_back or ticket.away_s is not None:
+        if ticket.held_back or ticket.phase not in (Phase.PLACED, Phase.RUNNING):
             # A process that is suspended, or about to be, resumes with its old reservation.
             ticket.learned = budgets
             return
@@ -195,7 +198,9 @@ class Machine:
             for each in placement.reservations
         )
         if lowered != placement.reservations:
-            self._do(events.Lower(ticket.request.id, lowered))
+            self._do(
+                events.Rewrite(ticket.request.id, partial(preempting.lower, reservations=lowered))
+            )
             self.dirty = True
 
     # Readings.
@@ -205,7 +210,7 @@ class Machine:
         given_up, notes = known.recovery.give_up(
             self._now_s, known.view.reading, known.placed.values()
         )
-        self._log(notes)
+        self._commands += map(events.Log, notes)
         self._release_all(given_up)
         if known.recovery.poll(self._now_s):
             self._do(events.ReadDevices())
@@ -225,7 +230,7 @@ class Machine:
             return
         known.states()
         self._write_held_bytes()
-        self._note_neighbours(known.devices)
+        self._note_neighbours()
         for request_id, ticket in known.placed.items():
             if ticket.pid is not None and ticket.on_measured is not None:
                 measured = tuple(
@@ -238,17 +243,14 @@ class Machine:
                 self._do(events.TellMeasured(ticket, reading.at_s, measured))
         self._make_probes_leave()
         set_aside, notes = known.view.compare(reading)
-        self._log(notes)
+        self._commands += map(events.Log, notes)
         for device, why in set_aside:
             self._do(events.SetAside(device, why))
         self._release_all(known.recovery.check(reading, known.placed.values()))
 
-    def _log(self, notes: Iterable[Note]) -> None:
-        for note in notes:
-            self._do(events.Log(note))
-
     def _release_all(self, tickets: Iterable[Ticket]) -> None:
         for ticket in tickets:
+            self.known.advance(ticket, Trigger.RECOVERED)
             self._do(events.Release(ticket.request.id, ticket, ticket.missing_bytes))
 
     def _make_probes_leave(self) -> None:
@@ -263,14 +265,14 @@ class Machine:
                 continue
             if not leaving.ends and not asked:
                 asked = True
-                self._do(events.Rewrite(leaving.request_id, ask_to_leave))
+                self._do(events.Rewrite(leaving.request_id, preempting.ask_to_leave))
             elif leaving.ends:
                 self._do(events.TellShort(probe, device))
 
-    def _note_neighbours(self, devices: Sequence[Device]) -> None:
+    def _note_neighbours(self) -> None:
         """Note the tasks that share a device. Devices without new reservations since the last call are skipped."""
         known = self.known
-        for device in devices:
+        for device in known.devices:
             held = known.ledger.by_device.get(device.key, ())
             if held is self._noted.get(device.key, ()):
                 continue
@@ -282,7 +284,8 @@ class Machine:
                     entry = known.entries.get(other.request_id)
                     own = entry is not None and entry.owner == known.ledger.owner
                     name = other.task_name if own else f"{other.task_name} (another flow)"
-                    ticket.add_neighbour(name)
+                    if len(ticket.neighbours) < MOST_NEIGHBOURS:
+                        ticket.neighbours[name] = None
 
     def _write_held_bytes(self) -> None:
         """Write memory of own processes to the ledger, where others cannot identify them by process id."""
@@ -297,51 +300,53 @@ class Machine:
             taken = tuple(held.get(key, 0) for key in entry.devices)
             told = entry.held_bytes or (0,) * len(taken)
             if any(abs(new - old) >= HELD_STEP_BYTES for new, old in zip(taken, told, strict=True)):
-                self._do(events.SetHeldBytes(request_id, taken))
+                change = partial(replace, held_bytes=taken)
+                self._do(events.Rewrite(request_id, change, announces=False))
 
     # The ledger.
 
     def _take_rows(self, ledger: LedgerView, changes: Changes) -> None:
         self.known.ledger = ledger
         self._take_queue(self.known.take_entries(changes))
-        self._note_neighbours(self.known.devices)
+        self._note_neighbours()
 
     def _take_queue(self, changes: Changes) -> None:
-        """Apply changes of waiting requests in the ledger to the queue."""
-        known = self.known
+        """Apply changes of requests without devices in the ledger to the queue."""
         for request_id, entry in changes.items():
-            own = known.placed.get(request_id) or known.parked.get(request_id)
-            if own is not None:
-                if entry is not None:
-                    self._take_suspended(own, entry)
-            elif request_id in known.waiting:
-                # Other brokers count how often they have passed it.
-                if entry is not None:
-                    known.take_status(entry)
-                    if entry.held_back:
-                        self._take_suspended(known.waiting[request_id], entry)
-            else:
-                known.take_elsewhere(request_id, entry)
+            own = self.known.own.get(request_id)
+            if own is None:
+                self.known.take_elsewhere(request_id, entry)
+            elif entry is not None:
+                self._take_own(own, entry)
 
-    def _take_suspended(self, ticket: Ticket, entry: Entry) -> None:
-        """Note that a suspended process has no device: it waits to resume, or is parked if a person holds it back."""
-        known, request_id = self.known, entry.request.id
-        if ticket.away_s is None:
+    def _take_own(self, ticket: Ticket, entry: Entry) -> None:
+        """Note the entry of an own request without devices."""
+        known = self.known
+        if entry.phase is Phase.RELEASED and ticket.phase is not Phase.RELEASED:
+            known.advance(ticket, Trigger.RELEASED)
+            if ticket.phase is Phase.ENDING:
+                return
             ticket.away_s = self._now_s
             if ticket.priority is None:
                 ticket.priority = entry.request.priority
             # It is told to resume once it has a device.
             ticket.held_back = True
-        known.placed.pop(request_id, None)
-        known.parked.pop(request_id, None)
-        known.remove(ticket.request)
+        elif ticket.request.id in known.waiting and not entry.held_back:
+            # Other brokers count how often they have passed it.
+            known.take_status(entry)
+            return
+        known.remove(ticket)
         ticket.request = entry.request
-        if entry.held_back:
-            known.parked[request_id] = ticket
-        else:
-            known.waiting[request_id] = ticket
-            known.queue.add(ticket.request)
+        if not entry.held_back:
+            known.add(ticket)
         self.dirty = True
+
+    def _take_waits(self, since_s: float | None) -> None:
+        """Note whether the GPU task around this process waits, and write a change to its entry."""
+        known, around = self.known, self.known.settings.ancestors
+        if around and (since_s is None) != (known.waits_since_s is None):
+            self._do(events.Rewrite(around[-1], partial(replace, waits=since_s is not None)))
+        known.waits_since_s = since_s
 
     # Decisions.
 
@@ -367,8 +372,7 @@ class Machine:
     def _sample(self) -> None:
         """Have the devices read at intervals while anything depends on readings."""
         known = self.known
-        follows = known.waiting or known.placed or known.parked or known.recovery.ending
-        self._do(events.SampleDevices(active=bool(follows or self.watched)))
+        self._do(events.SampleDevices(active=bool(known.own or self.watched)))
 
     def _want_reading(self) -> None:
         """Ask for a reading for a pass, unless one is already requested."""
@@ -404,21 +408,19 @@ class Machine:
         assert reading is not None
         known.unwritten.clear()
         self.dirty = self.dirty or plan.again
-        if plan.suspends:
-            self._do(events.Announce())
         known.queue.statuses.update(
             (i, status) for i, status in plan.statuses.items() if i in known.waiting
         )
         for request, error in plan.refusals:
-            self._refuse(request, error)
+            if request.id in known.waiting:
+                self._refuse(known.waiting[request.id], error)
         for request, placement in plan.made:
-            ticket = known.placed[request.id] = known.waiting[request.id]
-            known.remove(request)
-            if ticket.away_s is None:
-                ticket.placed_s = self._now_s
-            else:
+            ticket = known.waiting[request.id]
+            known.remove(ticket)
+            if known.advance(ticket, Trigger.PLACED) is Phase.RELEASED:
                 ticket.was_away_s += self._now_s - ticket.away_s
-            ticket.away_s = None
+            else:
+                ticket.placed_s = self._now_s
             ticket.placement = placement
             known.recovery.take_baseline(ticket, reading)
             ticket.foreign_before = {
@@ -430,52 +432,38 @@ class Machine:
     def _ask_for_memory(self) -> None:
         """Tell tickets to suspend their processes, for a person or another request, or to resume them."""
         known = self.known
-        if self._settings.remote:
+        if known.settings.remote:
             # There may be tens of thousands of tickets, and no task of a cluster is suspended.
             return
         for request_id, ticket in known.placed.items():
             entry = known.entries.get(request_id)
-            if entry is not None and ticket.on_held_back is not None and ticket.pid is not None:
+            started = ticket.phase is not Phase.PLACED
+            if entry is not None and ticket.on_held_back is not None and started:
                 self._ask(ticket, entry)
         for ticket in tuple(known.waiting.values()):
-            if ticket.away_s is not None:
+            if ticket.phase is Phase.RELEASED:
                 self._age(ticket, ticket.was_away_s + self._now_s - ticket.away_s)
 
     def _ask(self, ticket: Ticket, entry: Entry) -> None:
-        known, request_id = self.known, entry.request.id
-        if entry.suspended_for:
-            asker = known.entries.get(entry.suspended_for)
+        known, request_id, wish = self.known, entry.request.id, entry.wish
+        if wish is not None and wish.request_id is not None:
+            asker = known.entries.get(wish.request_id)
             if asker is None or asker.reservations or asker.owner in known.ledger.silent:
                 # The asker waits no longer, has found another device, or its flow was stopped.
-                self._do(events.Rewrite(request_id, withdraw))
+                self._do(events.Rewrite(request_id, partial(preempting.withdraw, wish=wish)))
                 return
             ticket.held_back_for = f"task {asker.request.task_name!r}"
-        elif entry.held_back:
-            ticket.held_back_for = BY_HAND
-            if entry.shared and entry.away:
-                if not ticket.held_back:
-                    # The process is resuming.
-                    self._hold_back(ticket, True)
-                self._leave_device(request_id, share)
-                return
-        elif entry.leaves:
-            ticket.held_back_for = FOR_FIRST_RUNS
-            if entry.away:
-                self._leave_device(request_id, leave)
-                return
-        away = entry.held_back or entry.leaves or bool(entry.suspended_for)
+        elif wish is not None:
+            ticket.held_back_for = BY_HAND if wish.by is Wisher.PERSON else FOR_FIRST_RUNS
+        away = wish is not None
         # A process that has just left its device resumes once it has a device again.
         if (away or entry.reservations) and away != ticket.held_back:
-            self._hold_back(ticket, away)
-
-    def _hold_back(self, ticket: Ticket, away: bool) -> None:
-        ticket.held_back = away
-        self._do(events.TellHeldBack(ticket, away))
-
-    def _leave_device(self, request_id: str, how: Callable[..., Entry]) -> None:
-        """Put the request of a suspended process back into the queue, by `preempting.share` or `preempting.leave`."""
-        change = partial(how, devices=self.known.devices_by_key, now_s=self._now_s)
-        self._do(events.Rewrite(request_id, change))
+            ticket.held_back = away
+            self._do(events.TellHeldBack(ticket, away))
+        if wish is not None and wish.shared and entry.phase is Phase.AWAY:
+            devices = {each.key: each for each in known.devices}
+            change = partial(preempting.share, wish=wish, devices=devices, now_s=self._now_s)
+            self._do(events.Rewrite(request_id, change))
 
     def _age(self, ticket: Ticket, away_s: float) -> None:
         """Raise the priority of a suspended process that has waited long to resume."""
@@ -484,9 +472,9 @@ class Machine:
         priority = aged_priority(replace(ticket.request, priority=ticket.priority), away_s)
         if priority != ticket.request.priority:
             status = queue.statuses.get(ticket.request.id)
-            queue.remove(ticket.request)
+            self.known.remove(ticket)
             request = ticket.request = replace(ticket.request, priority=priority)
-            queue.add(request)
+            self.known.add(ticket)
             if status is not None:
                 queue.statuses[request.id] = status
-            self._do(events.Rewrite(request.id, lambda entry: replace(entry, request=request)))
+            self._do(events.Rewrite(request.id, partial(replace, request=request)))

@@ -7,11 +7,12 @@ flows and the ledger as last read, from which it computes device states and the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
 from prefect_gpu.broker.ledger import Entry, LedgerView
+from prefect_gpu.broker.phases import WITH_DEVICES, Phase, Trigger, next_phase
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.scheduling.backfill import BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
@@ -58,11 +59,10 @@ class MachineState:
         self.settings = settings
         #: Waiting requests of this broker, and of other brokers for the same devices.
         self.queue = RequestQueue()
-        # Own requests by id; each is in one of these mappings.
+        # Own requests by id: all that are not gone, those in the queue, and those with devices and no ended process.
+        self.own: dict[str, Ticket] = {}
         self.waiting: dict[str, Ticket] = {}
         self.placed: dict[str, Ticket] = {}
-        #: Suspended requests without a device that do not ask for one.
-        self.parked: dict[str, Ticket] = {}
         #: Own requests that are not in the ledger yet.
         self.unwritten: dict[str, Request] = {}
         #: By request id: requests of other brokers in the queue.
@@ -95,14 +95,9 @@ class MachineState:
         #: Keys of the devices, which the entries of all requests for any device share.
         self.device_keys: tuple[DeviceKey, ...] = tuple(self.node_of)
 
-    @property
-    def devices_by_key(self) -> dict[DeviceKey, Device]:
-        """The devices that tasks may be placed on."""
-        return {device.key: device for device in self.devices}
-
     def states(self, ledger: LedgerView | None = None) -> list[DeviceState]:
         """Return the device states at the last reading, less the reservations of a ledger (`None`: the current one)."""
-        return self.view.states(ledger or self.ledger, self.placed, self.recovery.ending)
+        return self.view.states(ledger or self.ledger, self.placed, self.recovery.ending.values())
 
     def host_state(self, reading: Reading) -> HostState | ClusterState:
         """Return the resources left for processes of the machine, or of each node of a cluster."""
@@ -151,6 +146,24 @@ class MachineState:
 
     # The queue.
 
+    def advance(self, ticket: Ticket, trigger: Trigger) -> Phase:
+        """Change the phase of an own request, and return its earlier phase."""
+        before, request_id = ticket.phase, ticket.request.id
+        ticket.phase = next_phase(before, trigger, ticket.triggers)
+        ticket.triggers.append(trigger)
+        if ticket.phase in WITH_DEVICES:
+            self.placed[request_id] = ticket
+        else:
+            self.placed.pop(request_id, None)
+        if ticket.phase is Phase.GONE:
+            self.own.pop(request_id, None)
+        return before
+
+    def add(self, ticket: Ticket) -> None:
+        """Put an own request into the queue."""
+        self.own[ticket.request.id] = self.waiting[ticket.request.id] = ticket
+        self.queue.add(ticket.request)
+
     def take_entries(self, changes: Mapping[str, Entry | None]) -> dict[str, Entry | None]:
         """Apply changes of entries; return those of requests that wait now, or waited before (`None`)."""
         of_queue: dict[str, Entry | None] = {}
@@ -161,6 +174,9 @@ class MachineState:
                 self.entries[request_id] = entry
                 if entry.runs:
                     self.running[request_id] = entry
+                own = self.own.get(request_id)
+                if own and (own.phase, entry.phase) == (Phase.AWAY, Phase.RETURNING):
+                    self.advance(own, Trigger.MOVING_IN)
             if entry is not None and not entry.reservations:
                 of_queue[request_id] = entry
             elif before is not None and not before.reservations:
@@ -205,17 +221,8 @@ class MachineState:
             count=min(entry.request.count, len(shared)),
         )
 
-    def remove(self, request: Request) -> Ticket | None:
-        """Remove an own waiting request; return its ticket, `None`: it does not wait."""
-        ticket = self.waiting.pop(request.id, None)
-        if ticket is not None:
-            self.queue.remove(request)
-            self.unwritten.pop(request.id, None)
-        return ticket
-
-    def reserved_around(self, states: Iterable[DeviceState]) -> list[Reservation]:
-        """Return the reservations of the GPU tasks around this process."""
-        around = self.settings.ancestors
-        if not around:
-            return []
-        return [r for s in states for r in s.reservations if r.request_id in around]
+    def remove(self, ticket: Ticket) -> None:
+        """Remove an own request from the queue, if it is there."""
+        if self.waiting.pop(ticket.request.id, None) is not None:
+            self.queue.remove(ticket.request)
+            self.unwritten.pop(ticket.request.id, None)

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from prefect_gpu.broker.ledger import Entry, owner_of
 from prefect_gpu.broker.machine_state import MachineState
+from prefect_gpu.broker.phases import Trigger, next_phase
 from prefect_gpu.broker.preempting import preempt
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import BlockedStatus
@@ -121,11 +122,12 @@ def _board(
     least_bytes: int = 0,
     standbys: Mapping[str, Mapping[str, int]] | None = None,
 ) -> Board:
+    around = known.settings.ancestors
     return Board(
         states,
         known.settings.style,
         known.settings.max_tasks_per_device,
-        known.reserved_around(states),
+        [r for s in states if around for r in s.reservations if r.request_id in around],
         least_bytes,
         standbys or {},
     )
@@ -285,6 +287,9 @@ def _changes(
             # The devices came after the request.
             entry = replace(entry, devices=tuple(dict.fromkeys((*entry.devices, *keys))))
         changes[request.id] = replace(
-            entry, reservations=placement.reservations, placed_s=entry.placed_s or now_s
+            entry,
+            phase=next_phase(entry.phase, Trigger.PLACED),
+            reservations=placement.reservations,
+            placed_s=entry.placed_s or now_s,
         )
     return changes

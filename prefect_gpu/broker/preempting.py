@@ -1,10 +1,9 @@
-"""Ledger entries of tasks that are suspended for others.
+"""Changes of entries in the ledger: processes that start, tasks that are suspended, for others or for a person.
 
-    plan ─▶ asked ─▶ (its runner suspends it) ─▶ away ─▶ its device is released ─▶ returns through the queue
-
-A task that is asked keeps its reservation until all tasks that are suspended for the same request are away. Then one
-write gives the devices to that request, so no other request can take them, and none of the tasks returns too early.
-`scheduling.preemption` chooses the tasks anew in each pass; a task in no plan any more is no longer asked.
+A task that is asked for its memory keeps its reservation until all tasks that are suspended for the same request are
+away. Then one write gives the devices to that request, so no other request can take them, and none of the tasks returns
+too early. `scheduling.preemption` chooses the tasks anew in each pass; a task in no plan any more is no longer asked.
+`phases` has the phases of an entry. Pure.
 """
 
 from __future__ import annotations
@@ -14,9 +13,20 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.phases import Phase, Trigger, Wish, Wisher, next_phase
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import Device, DeviceKey, Request
-from prefect_gpu.scheduling.preemption import Plan, Running, plan
+from prefect_gpu.scheduling.model import Device, DeviceKey, Request, Reservation
+from prefect_gpu.scheduling.preemption import REST_S, Plan, Running, plan
+
+#: Seconds after which a task that could not be suspended may be asked again: it may hold memory by then.
+ASK_AGAIN_S = 10.0
+
+#: Seconds without a suspension for another request, after a step.
+_RESTS_S = {
+    Trigger.NOT_MOVED: ASK_AGAIN_S,
+    Trigger.MOVING_IN: REST_S,
+    Trigger.MOVED_IN: REST_S,
+}
 
 #: Major version of the driver from which a process can resume on another device.
 MOVES_DRIVER = 580
@@ -49,19 +59,11 @@ def preempt(
     silent: Collection[str] = (),
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> Preemption:
-    """Return the changes to running tasks for waiting requests.
+    """Return the changes to running tasks for waiting requests; for other arguments see `scheduling.preemption.plan`.
 
-    Args:
-        blocked: The first waiting requests of all brokers in queue order that only lack devices; own ones have no origin.
-        waiting: Ids of all own waiting requests.
-        entries: Entries of all tasks that have devices, by request id.
-        states: The devices, after the placements of the pass.
-        measured_bytes: Returns the bytes that the process of a request holds on a device.
-        host_room_bytes: Bytes of each machine's own memory that can be filled, by `Device.host`.
-        now_s: Monotonic seconds.
-        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        silent: Owners without heartbeats, whose tasks are not suspended.
-        refuses: Returns whether no process may start for a request on a node now.
+    Own requests in `blocked` have no origin, and `waiting` has the ids of all own requests in the queue. `entries` are all
+    tasks that have devices, `silent` the owners without heartbeats, whose tasks are not suspended. `measured_bytes`
+    returns the bytes that the process of a request holds on a device.
     """
     devices = {state.device.key: state.device for state in states}
     running = {
@@ -79,60 +81,102 @@ def preempt(
         found = plans.get(request.id)
         if request.origin or found is None:
             continue
+        wish = Wish(Wisher.REQUEST, request.id)
         for request_id in found.suspended:
-            if entries[request_id].suspended_for != request.id:
-                changes[request_id] = replace(entries[request_id], suspended_for=request.id)
+            if entries[request_id].wish != wish:
+                changes[request_id] = replace(entries[request_id], wish=wish)
         if not changes.keys() & found.suspended.keys() and all(
             entries[i].away for i in found.suspended
         ):
             left = {
-                i: _make_way(entries[i], _homes(entries[i], devices), now_s, moved)
+                i: _release(entries[i], _homes(entries[i], devices), now_s, moved)
                 for i, moved in found.suspended.items()
             }
             ready.append((found, left))
     quiet = {state.device.key for state in states if state.snapshot.error}
     for request_id, entry in entries.items():
-        asker = plans.get(entry.suspended_for)
-        if entry.suspended_for not in waiting or (asker and request_id in asker.suspended):
+        asked_by = entry.suspended_for
+        if asked_by is None or asked_by not in waiting:
+            continue
+        if asked_by in plans and request_id in plans[asked_by].suspended:
             continue
         # A device that does not answer for a moment is in no plan, which is no reason to resume a task on it.
         if not any(each.device_key in quiet for each in entry.reservations):
-            changes[request_id] = withdraw(entry)
+            changes[request_id] = replace(entry, wish=None)
     return Preemption(changes, ready)
 
 
-def withdraw(entry: Entry) -> Entry:
-    """Return the entry of a task that is no longer to be suspended for another request."""
-    return replace(entry, suspended_for="")
+def start(entry: Entry, pid: int) -> Entry:
+    """Return the entry of a request whose process has started, in place of an earlier one."""
+    return replace(entry, phase=next_phase(entry.phase, Trigger.STARTED), pid=pid)
 
 
-def share(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a task that a person has suspended: if others may have its one device, its request waits.
+def lower(entry: Entry, reservations: tuple[Reservation, ...]) -> Entry:
+    """Return the entry with smaller reservations, if it still holds the same devices."""
+    keys = [each.device_key for each in reservations]
+    same = keys == [each.device_key for each in entry.reservations]
+    return replace(entry, reservations=reservations) if same else entry
 
-    It keeps its device where that is missing from `devices`: no other device is known on which it could resume.
+
+def hold_back(entry: Entry, away: bool, shared: bool = False) -> Entry:
+    """Return the entry of a task that a person wants suspended (`away`), or no longer.
+
+    `shared`: other requests may get the memory that a suspension frees.
     """
-    if not (entry.held_back and entry.shared and entry.away and entry.reservations):
-        return entry
-    homes = _homes(entry, devices)
-    return _make_way(entry, homes, now_s) if homes else entry
+    wish = None if entry.held_back else entry.wish
+    # The request needs a new answer: an earlier refusal is removed.
+    told = "" if entry.phase is Phase.RUNNING else entry.suspension
+    return replace(
+        entry, wish=Wish(Wisher.PERSON, shared=shared) if away else wish, suspension=told
+    )
 
 
 def ask_to_leave(entry: Entry) -> Entry:
-    """Return the entry of a first run with one device that is to be suspended for the first runs beside it."""
-    if entry.away or entry.suspended_for or entry.held_back or entry.pid is None:
+    """Return the entry of a first run that is to be suspended for the first runs on its one device."""
+    if entry.wish is not None or entry.phase is not Phase.RUNNING:
         return entry
-    return replace(entry, leaves=True)
+    return replace(entry, wish=Wish(Wisher.FIRST_RUNS, shared=True))
 
 
-def leave(entry: Entry, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a suspended first run that leaves its one device to others: its request waits to resume.
+def withdraw(entry: Entry, wish: Wish) -> Entry:
+    """Return the entry without a wish, if it has no newer one."""
+    return replace(entry, wish=None) if entry.wish == wish else entry
 
-    It asks for its cap, which its framework respects, as a task with a budget does. So others cannot take its room again.
+
+def move(entry: Entry, step: Trigger, text: str, now_s: float) -> Entry:
+    """Return the entry after a step of its process's suspension."""
+    return replace(
+        entry,
+        phase=next_phase(entry.phase, step),
+        wish=None if step is Trigger.NOT_MOVED else entry.wish,
+        suspension=text,
+        rests_until_s=now_s + _RESTS_S[step] if step in _RESTS_S else entry.rests_until_s,
+    )
+
+
+def resume(entry: Entry, keys: tuple[DeviceKey, ...], text: str, now_s: float) -> Entry:
+    """Return the entry of a suspended process that begins to resume on the devices `keys`.
+
+    The entry stays as it is if other devices are reserved for the request, or a suspension is wanted.
     """
-    if not (entry.leaves and entry.away and entry.reservations):
+    reserved = keys == tuple(each.device_key for each in entry.reservations)
+    if not reserved or entry.wish is not None:
+        return entry
+    return move(entry, Trigger.MOVING_IN, text, now_s)
+
+
+def share(entry: Entry, wish: Wish, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
+    """Return the entry of a suspended task whose one device is released for all requests; `wish` is not newer.
+
+    A task keeps its device if that is missing from `devices`: no other device is known on which it could resume. A first
+    run asks for its cap, which its framework respects, as a task with a budget does. So others cannot take its room again.
+    """
+    if entry.wish != wish:
         return entry
     homes = _homes(entry, devices)
-    return _make_way(entry, homes, now_s) if homes else replace(entry, leaves=False)
+    if homes:
+        return _release(entry, homes, now_s)
+    return entry if entry.held_back else withdraw(entry, wish)
 
 
 def _running(
@@ -156,11 +200,13 @@ def _running(
         and entry.owner not in silent,
         devices=_homes(entry, devices),
         moved_bytes=held_bytes or own[0].reserved_bytes,
-        leaves=entry.leaves,
+        leaves=entry.wish is not None and entry.wish.by is Wisher.FIRST_RUNS,
         since_s=entry.placed_s,
         rests_until_s=entry.rests_until_s,
         # A stopped flow suspends nothing.
-        suspended_for=entry.suspended_for if entry.away or entry.owner not in silent else "",
+        suspended_for=(entry.suspended_for or "")
+        if entry.away or entry.owner not in silent
+        else "",
         away=entry.away,
     )
 
@@ -191,8 +237,8 @@ def _can_move(device: Device) -> bool:
     )
 
 
-def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool = False) -> Entry:
-    """Return the entry of a suspended task that leaves its one device; `moved`: its return is placed first."""
+def _release(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool = False) -> Entry:
+    """Return the entry of a suspended task without its one device; `moved`: its return is placed first."""
     (own,) = entry.reservations
     request = replace(
         entry.request,
@@ -209,4 +255,11 @@ def _make_way(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: boo
         submitted_s=now_s,
         standby="",
     )
-    return replace(entry, request=request, suspended_for="", leaves=False, reservations=())
+    return replace(
+        entry,
+        phase=next_phase(entry.phase, Trigger.RELEASED),
+        # A person's wish keeps the request out of the queue.
+        wish=entry.wish if entry.held_back else None,
+        request=request,
+        reservations=(),
+    )

@@ -168,7 +168,8 @@ class SuspendableProcess:
 
     def comes_back(self) -> bool:
         """See `Subject.comes_back`."""
-        return self._broker.comes_back(self._ticket)
+        self._broker.show_suspension(self._ticket, "moving in", "moving back")
+        return self._ticket.may_resume.get()
 
     def onto(self) -> Mapping[str, str] | None:
         """See `Subject.onto`."""

@@ -7,9 +7,12 @@ The machine changes the ticket; other threads wait for its decision, and may wit
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
+from prefect_gpu.broker.phases import Phase, Trigger
 from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
@@ -39,6 +42,10 @@ class Ticket:
     """One request, from its submission until its memory is back. Made by `Broker.submit`."""
 
     request: Request
+    #: Changed by the machine alone.
+    phase: Phase = Phase.WAITING
+    #: Its last triggers, for errors.
+    triggers: deque[Trigger] = field(default_factory=lambda: deque(maxlen=10))
     #: Notified when the request is decided.
     changed: threading.Condition = field(default_factory=threading.Condition)
     #: The request was placed, refused or withdrawn.
@@ -60,12 +67,14 @@ class Ticket:
     on_held_back: Callable[[bool], None] | None = None
     #: Argument of the last call of `on_held_back`.
     held_back: bool = False
+    #: Answers to its suspension's thread: whether the process may resume.
+    may_resume: SimpleQueue[bool] = field(default_factory=SimpleQueue)
     #: Cause of that suspension, as text for people.
     held_back_for: str = ""
     #: Called with the reason if its suspended process has no device to return to.
     on_no_return: Callable[[PrefectGPUError], None] | None = None
-    #: Monotonic seconds since when its suspended process has no device; `None`: it has one.
-    away_s: float | None = None
+    #: Monotonic seconds since when its suspended process has no device, in the phase `RELEASED`.
+    away_s: float = 0.0
     #: Seconds of earlier suspensions without a device.
     was_away_s: float = 0.0
     #: Its priority before it was raised for long suspension; `None`: it was never suspended.
@@ -92,11 +101,6 @@ class Ticket:
     def devices(self) -> tuple[Device, ...]:
         """Its devices; none before it was placed."""
         return () if self.placement is None else self.placement.devices
-
-    def add_neighbour(self, name: str) -> None:
-        """Note the name of a task that is on one of its devices."""
-        if len(self.neighbours) < MOST_NEIGHBOURS:
-            self.neighbours[name] = None
 
     def decide(
         self, placement: Placement | None = None, error: PrefectGPUError | None = None

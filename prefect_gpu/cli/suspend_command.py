@@ -69,6 +69,7 @@ def resume(run: str) -> int:
 
 def _ask(run: str, away: bool, share: bool = False) -> int:
     from prefect_gpu.broker.host_ledger import HostStore
+    from prefect_gpu.broker.preempting import hold_back
     from prefect_gpu.settings import read_settings
 
     ledger = Ledger(partial(HostStore, read_settings().ledger))
@@ -80,7 +81,7 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
         running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
         raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
     for request_id in found:
-        ledger.hold_back(request_id, away, share)
+        ledger.rewrite(request_id, partial(hold_back, away=away, shared=share))
     done = [_follow(ledger, i, e.request.task_run_name, away) for i, e in found.items()]
     return 0 if all(done) else 1
 

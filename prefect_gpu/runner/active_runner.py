@@ -455,7 +455,7 @@ class ActiveRunner:
         with self._lock:
             watched, self._watched = self._watched, broker
         if watched is not broker:
-            broker.watch_faults(self._emit_set_aside)
+            broker.fault_watchers.add(self._emit_set_aside)
         return broker
 
     def _emit_set_aside(self, device: Device, why: str) -> None:
@@ -588,7 +588,7 @@ class ActiveRunner:
         finally:
             self._leave_view()
             if self._watched is not None:
-                self._watched.unwatch_faults(self._emit_set_aside)
+                self._watched.fault_watchers.discard(self._emit_set_aside)
             self._close_cluster()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()

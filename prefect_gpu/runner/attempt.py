@@ -348,7 +348,7 @@ class Attempt:
             device_uuids=policy.device_uuids,
             frameworks=frameworks,
             exclusive=any(r.exclusive for r in placement.reservations),
-            shared_with=self._broker.neighbours(ticket),
+            shared_with=tuple(ticket.neighbours),
             requests=(*ticket.request.ancestors, ticket.request.id),
         )
         environment = {

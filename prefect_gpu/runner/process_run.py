@@ -16,6 +16,7 @@ from typing import Any
 
 from typing_extensions import assert_never
 
+from prefect_gpu.broker.phases import IllegalTransition
 from prefect_gpu.broker.suspendable import AwaitsReturn, Lost, Resumed, Suspended
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
@@ -244,10 +245,6 @@ IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
     Phase.LOST_SENDING: _LATE,
     Phase.FINISHED: frozenset(),
 }
-
-
-class IllegalTransition(ProtocolError):  # noqa: N818  # as CPython's and h11's
-    """A message came in a phase in which it cannot come."""
 
 
 class ProcessRun:

@@ -85,6 +85,7 @@ class _Process:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.kill = self._process.kill
         try:
             start_thread(self._read, "prefect-gpu-driver-calls")
         except CapacityError:
@@ -145,9 +146,6 @@ class _Process:
             call.answered.set()
         self._stdout.close()
         self._process.wait()
-
-    def close(self) -> None:
-        self._process.kill()
 
     def forget(self) -> None:
         """Close the pipe in a fork of the flow, or the driver process would not see the flow end."""
@@ -213,4 +211,4 @@ class DriverCalls:
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
-            process.close()
+            process.kill()

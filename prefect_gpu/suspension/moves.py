@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from prefect_gpu.errors import PrefectGPUError
@@ -42,26 +41,12 @@ _BEFORE_AND_AFTER: Final[Mapping[Step, tuple[int, int]]] = {
 _MOST_AGAIN = 3
 
 
-@dataclass(eq=False)
 class NotSuspendedError(PrefectGPUError):
-    """The process could not be suspended, and runs as before."""
-
-    #: Why.
-    problem: str
-
-    def __str__(self) -> str:
-        return self.problem
+    """The process could not be suspended, and runs as before. The text says why."""
 
 
-@dataclass(eq=False)
 class ProcessLostError(PrefectGPUError):
-    """The driver has left the process in an unknown state. It must be killed."""
-
-    #: Why.
-    problem: str
-
-    def __str__(self) -> str:
-        return self.problem
+    """The driver has left the process in an unknown state. It must be killed. The text says why."""
 
 
 def move_deadline_s(used_bytes: int) -> float:

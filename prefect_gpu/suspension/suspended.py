@@ -37,7 +37,7 @@ OLD_S = 0.5
 REFUSED = "not suspended: "
 
 #: Progress of a suspension.
-Stage = Literal["refused", "moving out", "away", "running"]
+Stage = Literal["refused", "moving out", "away", "moving in", "running"]
 
 
 class Subject(Protocol):
@@ -106,7 +106,8 @@ class Suspender:
         self._wanted = False
         #: Number of requests to suspend.
         self._asked = 0
-        self._away = False
+        #: Its memory is on the host, or on the way there.
+        self.away = False
         self._gone = False
         self._thread: threading.Thread | None = None
         #: Values of the current suspension.
@@ -114,14 +115,9 @@ class Suspender:
         self._moved_bytes = 0
 
     @property
-    def away(self) -> bool:
-        """Whether its memory is on the host, or on the way there."""
-        return self._away
-
-    @property
     def away_s(self) -> float | None:
         """Seconds since the suspension began; `None`: not suspended."""
-        return time.monotonic() - self._begun_s if self._away else None
+        return time.monotonic() - self._begun_s if self.away else None
 
     def ask(self, away: bool) -> None:
         """Ask to suspend the process (`away`) or to resume it; the last request counts."""
@@ -129,7 +125,7 @@ class Suspender:
             self._wanted = away
             self._asked += away
             self._changed.notify_all()
-            if self._thread is None and not self._gone and self._wanted != self._away:
+            if self._thread is None and not self._gone and self._wanted != self.away:
                 try:
                     self._thread = start_thread(self._run, "prefect-gpu-suspend")
                 except CapacityError as error:
@@ -145,9 +141,9 @@ class Suspender:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._away and self._wanted and not self._gone:
+                while self.away and self._wanted and not self._gone:
                     self._changed.wait()
-                if self._gone or self._wanted == self._away:
+                if self._gone or self._wanted == self.away:
                     self._thread = None
                     return
                 out, asked = self._wanted, self._asked
@@ -187,12 +183,12 @@ class Suspender:
             return
         self._subject.tell("moving out", "moving to the host")
         self._begun_s = time.monotonic()
-        self._away = True
+        self.away = True
         self._subject.begun()
         try:
             self._out_s = move_out(calls, self._pid, candidate.used_bytes)
         except NotSuspendedError as error:
-            self._away = False
+            self.away = False
             self._subject.ended(None)
             self._refuse(str(error), asked)
             return
@@ -201,9 +197,9 @@ class Suspender:
         self._subject.tell("away", f"away: {moved} in host memory, moved in {took}")
 
     def _refuse(self, problem: str, asked: int) -> None:
-        """Refuse a request by its number; a later request gets its own answer."""
+        """Refuse a request by its number; a later request gets its own answer, if it is not withdrawn."""
         with self._changed:
-            if self._asked == asked:
+            if self._asked == asked or not self._wanted:
                 self._wanted = False
                 self._subject.tell("refused", f"{REFUSED}{problem}")
 
@@ -211,7 +207,7 @@ class Suspender:
         if not self._wait_for_room():
             return
         in_s = move_in(self._calls(), self._pid, self._moved_bytes, self._subject.onto())
-        self._away = False
+        self.away = False
         done = Suspension(self._begun_s, time.monotonic(), self._out_s, in_s, self._moved_bytes)
         self._subject.ended(done)
         self._subject.tell("running", "")

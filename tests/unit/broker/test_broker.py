@@ -16,6 +16,7 @@ from prefect_gpu.broker.broker import Broker
 from prefect_gpu.broker.events import Event, Handle, LedgerChanged
 from prefect_gpu.broker.ledger import Changes, Entry, Ledger
 from prefect_gpu.broker.machine import Machine
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
@@ -199,7 +200,8 @@ class ContestedLedger(Ledger):
         if self.rival is not None:
             rival, self.rival = self.rival, None
             request = Request(rival.request_id, "rival", 0, 0.0)
-            assert super().try_write(version, {request.id: Entry(request, reservations=(rival,))})
+            entry = Entry(request, phase=Phase.PLACED, reservations=(rival,))
+            assert super().try_write(version, {request.id: entry})
         return super().try_write(version, changes)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from prefect_gpu.broker.device_view import FRESH_S, SILENT_S, DeviceView
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.scheduling.memory import DeviceState
@@ -47,12 +48,11 @@ class Rig:
         """Place a request, whose process may run."""
         held = Reservation(name, *device.key, gib * GIB)
         ticket = Ticket(Request(name, "task", 0, 0.0), pid=pid)
-        entry = Entry(ticket.request, reservations=(held,))
+        phase = Phase.PLACED if pid is None else Phase.RUNNING
+        entry = Entry(ticket.request, phase=phase, reservations=(held,), pid=pid)
         assert self.ledger.try_write(self.ledger.view().version, {name: entry})
         ticket.placement = Placement(name, (device,), (gib * GIB,), (held,))
         self.placed[name] = ticket
-        if pid is not None:
-            self.ledger.attach(name, pid)
         return ticket
 
     def states(self) -> list[DeviceState]:

@@ -189,7 +189,7 @@ class Machine:
             self.reader.detach(task.pid)
             task.phase = "away"
             broker.show_suspension(ticket, "away", "away")
-        elif task.phase == "away" and not task.wanted_away and broker.comes_back(ticket):
+        elif task.phase == "away" and not task.wanted_away and self.may_resume(task):
             task.phase, task.until_s = "in", now_s + in_s(task.held_bytes)
             before = task.devices
             self.take_devices(task)
@@ -202,6 +202,11 @@ class Machine:
         else:
             return False
         return True
+
+    def may_resume(self, task: Task) -> bool:
+        task.broker.show_suspension(task.ticket, "moving in", "moving back")
+        task.broker.look()
+        return task.ticket.may_resume.get_nowait()
 
     def take_devices(self, task: Task) -> None:
         """Allocate what a process holds; the driver loses one that finds no room."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
+from prefect_gpu.broker.broker import Ticket
 from prefect_gpu.broker.device_view import SUSPENDED_BYTES
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.preempting import ASK_AGAIN_S
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.scheduling.probes import FIRST_S
 from prefect_gpu.units import GIB, MIB
 from tests.unit.broker.broker_rig import Rig
 from tests.unit.broker.broker_rig import rig as rig
+from tests.unit.broker.test_suspended_tasks import ask_by_hand, may_resume
 
 
 class FirstRun:
@@ -54,7 +56,7 @@ class FirstRun:
         self.rig.broker.look()
 
     def move_in(self) -> None:
-        assert self.rig.broker.comes_back(self.ticket)
+        assert may_resume(self.rig, self.ticket)
         self.rig.reader.attach(self.pid, [self.uuid])
         self.rig.reader.allocate(self.pid, self.uuid, int(self.gib * GIB))
         self.rig.broker.show_suspension(self.ticket, "running", "")
@@ -96,7 +98,7 @@ def test_the_newest_is_suspended_and_comes_back_with_its_cap_for_a_budget(
     # It is safe from the others now.
     assert reservation.probe is None and reservation.reserved_bytes == cap
     new.move_in()
-    assert not new.entry.leaves and not new.entry.away and not new.ended
+    assert new.entry.wish is None and not new.entry.away and not new.ended
 
 
 def test_it_comes_back_only_where_its_whole_cap_fits(
@@ -168,7 +170,8 @@ def test_where_the_newest_refuses_the_next_one_goes(
     old.grow(13.6)
     assert third.hear() == [True] and new.hear() == []
     rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
-    assert not third.entry.leaves
+    third.hear()
+    assert third.entry.wish is None
     old.grow(14)
     assert new.hear() == [True] and third.hear() == [True]
     rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
@@ -201,12 +204,12 @@ def test_one_that_a_person_has_suspended_is_no_neighbour(
     rig.clock.advance(FIRST_S)
     rig.broker.look()
     for each in (third, new):
-        rig.ledger.hold_back(each.ticket.request.id, True)
+        ask_by_hand(rig, each.ticket, True)
         rig.broker.look()
         each.move_out()
     old.grow(22.5)
     assert old.hear() == [] and old.entry.reservations
-    assert not (third.entry.leaves or new.entry.leaves)
+    assert third.entry.held_back and new.entry.held_back
 
 
 def test_one_that_may_not_be_suspended_goes_on(rig: Rig, two: tuple[FirstRun, FirstRun]) -> None:
@@ -231,13 +234,13 @@ def test_one_that_a_person_suspends_on_its_way_stays_away_until_resumed(
     old, new = two
     old.grow(15)
     assert new.hear() == [True]
-    rig.ledger.hold_back(new.ticket.request.id, True)
+    ask_by_hand(rig, new.ticket, True)
     new.move_out()
     assert new.ticket.held_back_for == BY_HAND
     rig.exit(old.ticket)
     rig.broker.look()
     assert new.hear() == [True]
-    rig.ledger.hold_back(new.ticket.request.id, False)
+    ask_by_hand(rig, new.ticket, False)
     rig.broker.look()
     assert new.hear() == [True, False]
 

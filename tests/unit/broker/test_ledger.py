@@ -26,6 +26,8 @@ from prefect_gpu.broker.ledger import (
     MemoryStore,
     StoreError,
 )
+from prefect_gpu.broker.phases import Phase, Trigger, Wish, Wisher
+from prefect_gpu.broker.preempting import lower, move
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices import shared_folder
 from prefect_gpu.devices.shared_folder import SharedFolder
@@ -37,7 +39,14 @@ from tests.unit.test_process_resources import in_fork
 
 def entry(name: str, *held: Reservation, **others: object) -> Entry:
     """What the ledger has of a request; without reservations it waits."""
-    return Entry(request(1, name=name), reservations=held, **others)  # type: ignore[arg-type]
+    given = {"phase": Phase.PLACED if held else Phase.WAITING, **others}
+    return Entry(request(1, name=name), reservations=held, **given)  # type: ignore[arg-type]
+
+
+def attach(ledger: Ledger, name: str, pid: int, runs: bool = False) -> None:
+    """Write that a request has a process, and whether its body runs."""
+    fields = {"phase": Phase.RUNNING, "pid": pid, "running": runs}
+    ledger.rewrite(name, lambda each: replace(each, **fields), announces=False)
 
 
 def all_of(view: LedgerView) -> tuple[Reservation, ...]:
@@ -69,27 +78,27 @@ def test_reservations_are_written_only_on_the_version_they_were_decided_on(ledge
 def test_a_decision_on_an_entry_that_another_thread_has_changed_or_released_is_not_written(
     ledger: Ledger,
 ) -> None:
-    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", reserved(1, by="b"))})
+    leaving = entry("a", reserved(by="a"), phase=Phase.LEAVING)
+    ledger.try_write(0, {"a": leaving, "b": entry("b", reserved(1, by="b"))})
     before, seen = ledger.view(), ledger.running()
-    ledger.set_suspension("a", "away", away=True)
+    ledger.rewrite("a", lambda each: move(each, Trigger.MOVED_OUT, "away", 0.0))
     ledger.release("b")
     for name in "ab":
-        asked = replace(seen[name], suspended_for="c")
+        asked = replace(seen[name], wish=Wish(Wisher.REQUEST, "c"))
         assert not ledger.try_write(before.version, {name: asked, "c": entry("c")})
     assert ledger.running().keys() == {"a"}
     assert ledger.running()["a"].away
-    assert ledger.try_write(
-        ledger.view().version, {"a": replace(ledger.running()["a"], shared=True)}
-    )
+    asked = replace(ledger.running()["a"], wish=Wish(Wisher.PERSON))
+    assert ledger.try_write(ledger.view().version, {"a": asked})
 
 
 def test_a_suspended_task_that_has_left_its_device_gets_none_by_a_smaller_budget(
     ledger: Ledger,
 ) -> None:
-    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", away=True)})
+    ledger.try_write(0, {"a": entry("a", reserved(by="a")), "b": entry("b", phase=Phase.RELEASED)})
     smaller = replace(reserved(by="a"), reserved_bytes=1)
     for name in "ab":
-        ledger.lower(name, (smaller,))
+        ledger.rewrite(name, lambda each: lower(each, (smaller,)))
     assert all_of(ledger.view()) == (smaller,)
 
 
@@ -105,7 +114,7 @@ def test_the_reservations_of_a_device_are_one_object_until_they_change(ledger: L
     ledger.try_write(0, {"a": entry("a", reserved(0, by="a"))})
     (before,) = ledger.view().by_device.values()
     ledger.try_write(ledger.view().version, {"b": entry("b", reserved(1, by="b"))})
-    ledger.attach("a", 1)
+    attach(ledger, "a", 1)
     assert next(iter(ledger.view().by_device.values())) is before
 
 
@@ -123,11 +132,11 @@ def test_a_release_calls_each_watcher_once(ledger: Ledger) -> None:
 
 
 def test_processes_are_named_for_as_long_as_they_hold_something(ledger: Ledger) -> None:
-    ledger.attach("a", 1)
+    attach(ledger, "a", 1)
     assert ledger.view().processes == {}
     ledger.try_write(0, {"a": entry("a", reserved(by="a"))})
-    ledger.attach("a", 1)
-    ledger.attach("a", 2)
+    attach(ledger, "a", 1)
+    attach(ledger, "a", 2)
     assert ledger.view().processes == {"a": 2}
     ledger.release("a")
     assert ledger.view().processes == {}
@@ -137,10 +146,12 @@ def test_the_memory_of_the_machine_is_promised_until_a_body_runs(ledger: Ledger)
     asked = replace(request(1, name="a"), host_bytes=7)
     assert ledger.try_write(0, {"a": Entry(asked)})
     assert ledger.view().host_promised_bytes == 0, "it waits"
-    ledger.try_write(ledger.view().version, {"a": Entry(asked, reservations=(reserved(by="a"),))})
+    ledger.try_write(
+        ledger.view().version, {"a": replace(entry("a", reserved(by="a")), request=asked)}
+    )
     assert ledger.view().host_promised_bytes == 7
     assert ledger.view().host_use == {("node", "SIM-0"): (1, 7)}
-    ledger.mark_running("a")
+    attach(ledger, "a", 1, runs=True)
     assert ledger.view().host_promised_bytes == 0
     assert ledger.view().host_use == {("node", "SIM-0"): (1, 0)}
     ledger.release("a")
@@ -151,7 +162,7 @@ def test_changes_are_written_all_or_none_without_a_call_of_the_watchers(ledger: 
     told: list[str] = []
     ledger.subscribe(lambda: told.append("one"))
     ledger.try_write(0, {"b": entry("b", reserved(by="b"))})
-    ledger.attach("b", 1)
+    attach(ledger, "b", 1)
     before = ledger.view()
     changes = {"a": entry("a", reserved(by="a")), "b": entry("b", pid=1)}
     assert not ledger.try_write(0, changes)
@@ -207,8 +218,7 @@ def test_what_a_process_writes_of_its_own_requests_disturbs_no_other(
     one, two = shared(), shared()
     one.try_write(0, {"a": entry("a", reserved(by="a"))})
     before = two.view()
-    one.attach("a", 1)
-    one.mark_running("a")
+    attach(one, "a", 1, runs=True)
     one.try_write(one.view().version, {"waits": entry("waits")})
     assert two.try_write(before.version, {"b": entry("b", reserved(by="b"))})
 
@@ -261,8 +271,9 @@ def test_a_change_of_a_request_that_has_gone_meanwhile_is_not_written(
 
 def test_a_process_of_another_pid_namespace_is_not_named(shared: Callable[[], Ledger]) -> None:
     one, two = shared(), shared()
-    held = entry("a", reserved(by="a"), pid=7, namespace="pid:[1]")
-    one.try_write(0, {"a": held})
+    one.try_write(0, {"a": entry("a", reserved(by="a"), pid=7)})
+    assert two.view().processes == {"a": 7}
+    one.rewrite("a", lambda each: replace(each, namespace="pid:[1]"))
     assert two.view().processes == {}
     assert two.view().tasks == 1
 
@@ -447,21 +458,21 @@ def test_the_locks_of_processes_that_wrote_nothing_are_removed(tmp_path: Path) -
     assert [path.name for path in tmp_path.glob("*.lock")] == [f"{store.owner}.lock"]
 
 
-#: A row of schema 1. Releases with this number read and write it: a change of it needs another one, but for a new
+#: A row of schema 2. Releases with this number read and write it: a change of it needs another one, but for a new
 #: field with a default, which releases without it ignore.
-ROW_1 = (
+ROW_2 = (
     '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
     '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[],'
-    '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[]},"owner":"0123","node":"node-1","broker":1,"reservations":[{"request_id":"a","machine":"node","device_uuid":'
+    '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[]},"owner":"0123","node":"node-1","broker":1,"phase":"away","wish":{"by":"request","request_id":"b","shared":false},"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"probe":null,"loans":[]}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
-    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,"held_back":true,"shared":false,"leaves":false,"suspended_for":"b",'
-    '"away":true,"suspension":"away","placed_s":4.5,"rests_until_s":64.5}'
+    '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,'
+    '"suspension":"away","placed_s":4.5,"rests_until_s":64.5}'
 )
 
 
 def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
-    read = host_ledger._row(1, "a", 1, ROW_1).entry
+    read = host_ledger._row(1, "a", 1, ROW_2).entry
     assert read == Entry(
         Request(
             *("a", "train", 7, 1.5, 6 << 30, 1, ("SIM-0",), True, 5),
@@ -475,6 +486,8 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
         owner="0123",
         node="node-1",
         broker=1,
+        phase=Phase.AWAY,
+        wish=Wish(Wisher.REQUEST, "b"),
         reservations=(Reservation("a", "node", "SIM-0", 6 << 30, True, "train", 90.0),),
         devices=(("node", "SIM-0"),),
         status=BlockedStatus(2, 1.0, (("node", "SIM-0"),), 3.0, 4.0),
@@ -483,18 +496,15 @@ def test_releases_with_one_schema_read_and_write_the_same_rows() -> None:
         namespace="pid:[1]",
         held_bytes=(1024,),
         running=True,
-        held_back=True,
-        suspended_for="b",
-        away=True,
         suspension="away",
         placed_s=4.5,
         rests_until_s=64.5,
     )
-    assert host_ledger._ENTRY.dump_json(read).decode() == ROW_1
-    assert host_ledger.SCHEMA == 1
-    older = ROW_1.replace(',"nodes":[],"standby":""', "").replace(',"held_back":true', "")
-    assert host_ledger._row(1, "a", 1, older).entry == replace(read, held_back=False)
-    newer = ROW_1.replace('"owner"', '"added later":[1],"owner"')
+    assert host_ledger._ENTRY.dump_json(read).decode() == ROW_2
+    assert host_ledger.SCHEMA == 2
+    older = ROW_2.replace(',"nodes":[],"standby":""', "").replace(',"running":true', "")
+    assert host_ledger._row(1, "a", 1, older).entry == replace(read, running=False)
+    newer = ROW_2.replace('"owner"', '"added later":[1],"owner"')
     assert host_ledger._row(1, "a", 1, newer).entry == read
 
 
@@ -515,7 +525,7 @@ def test_a_ledger_of_another_release_is_not_shared(tmp_path: Path) -> None:
     ledger = Ledger(lambda: HostStore(tmp_path))
     assert ledger.try_write(ledger.view().version, {"a": entry("a", reserved(by="a"))})
     assert ledger.problem == (
-        f"the ledger in {tmp_path} has schema 99 and this release of prefect-gpu uses schema 1; use one "
+        f"the ledger in {tmp_path} has schema 99 and this release of prefect-gpu uses schema 2; use one "
         f"release for all flows of this machine"
     )
     other.close()
@@ -607,11 +617,11 @@ def test_a_ledger_that_becomes_unusable_keeps_what_this_process_knows_of_itself(
     with sqlite3.connect(tmp_path / "ledger.db") as database:
         database.execute("DROP TABLE log")
     database.close()
-    mine.attach("mine", 7)
+    attach(mine, "mine", 7)
     assert "no such table: log" in mine.problem
     view = mine.view()
     assert (view.tasks, [r.request_id for r in all_of(view)]) == (1, ["mine"])
-    mine.attach("mine", 7)
+    attach(mine, "mine", 7)
     assert mine.view().processes == {"mine": 7}
     mine.release("mine")
     assert mine.view().tasks == 0
@@ -784,7 +794,7 @@ def test_a_decision_from_before_rows_that_were_left_out_is_not_written(
     before = stopped.view()
     assert other.try_write(other.view().version, {"a": entry("a", reserved(by="a"))})
     for pid in range(1, 15):
-        other.attach("a", pid)
+        attach(other, "a", pid)
     # Another thread of the process reads first, once it goes on.
     assert all_of(stopped.view()) == (reserved(by="a"),)
     assert not stopped.try_write(before.version, {"b": entry("b", reserved(by="b"))})

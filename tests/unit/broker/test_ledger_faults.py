@@ -24,7 +24,7 @@ from prefect_gpu.broker.ledger import Ledger, Written
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from tests.unit.broker.broker_rig import Rig
 from tests.unit.broker.broker_rig import thread_rig as thread_rig
-from tests.unit.broker.test_ledger import all_of, entry
+from tests.unit.broker.test_ledger import all_of, attach, entry
 from tests.unit.scheduling.values import reserved
 
 
@@ -45,7 +45,7 @@ def hold(ledger: Ledger, name: str, pid: int | None = None) -> None:
     while not ledger.try_write(ledger.view().version, {name: entry(name, reserved(by=name))}):
         pass
     if pid is not None:
-        ledger.attach(name, pid)
+        attach(ledger, name, pid)
 
 
 def held(ledger: Ledger) -> set[str]:
@@ -65,8 +65,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def use_alone(ledger: Ledger) -> None:
     """Do all that a broker does with a ledger, which must share nothing and say why."""
     hold(ledger, "late", 11)
-    ledger.mark_running("late")
-    ledger.set_held_bytes("late", ())
     ledger.poll()
     assert ledger.view().processes["late"] == 11
     ledger.release("late")
@@ -303,7 +301,7 @@ def test_processes_meet_again_in_a_database_that_was_removed_while_they_used_it(
     assert told, "a broker that waits looks again"
     # What each process has is its own as before, and is written where the others read.
     one.release("one")
-    two.attach("two", 9)
+    attach(two, "two", 9)
     assert held(two) == held(new) == {"two", "new"}
     assert new.view().processes == {"two": 9}
     assert not one.try_write(before[0].version, late), "decided on the old file"
@@ -448,5 +446,5 @@ def test_a_ledger_of_another_release_is_named_where_a_task_waits(folder: Path) -
     waiting = rig.submit("b", 20)
     assert rig.waits(waiting)
     said = rig.why(waiting)
-    assert "has schema 99 and this release of prefect-gpu uses schema 1" in said
+    assert "has schema 99 and this release of prefect-gpu uses schema 2" in said
     other.close()

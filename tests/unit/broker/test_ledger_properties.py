@@ -20,10 +20,9 @@ from hypothesis.stateful import (
 )
 
 from prefect_gpu.broker.host_ledger import HostStore
-from prefect_gpu.broker.ledger import Entry, Ledger, LedgerView
+from prefect_gpu.broker.ledger import Ledger, LedgerView
 from prefect_gpu.scheduling.model import Reservation
-from tests.unit.broker.test_ledger import release_lock
-from tests.unit.scheduling.values import request
+from tests.unit.broker.test_ledger import attach, entry, release_lock
 
 CAPACITY = 10
 DEVICES = ("SIM-0", "SIM-1")
@@ -88,8 +87,7 @@ class Machine(RuleBasedStateMachine):
             Reservation(name, "node", device, size)
             for device, size in zip(DEVICES, sizes, strict=False)
         )
-        entry = Entry(request(1, name=name), reservations=reservations)
-        if process.ledger.try_write(process.view.version, {name: entry}):
+        if process.ledger.try_write(process.view.version, {name: entry(name, *reservations)}):
             process.held.add(name)
         process.view = process.ledger.view()
 
@@ -98,13 +96,12 @@ class Machine(RuleBasedStateMachine):
         """Write a request that waits."""
         self.made += 1
         name = f"r{self.made}"
-        process.ledger.try_write(process.view.version, {name: Entry(request(1, name=name))})
+        process.ledger.try_write(process.view.version, {name: entry(name)})
 
     @rule(process=processes, pid=st.integers(1, 9))
     def attach(self, process: Process, pid: int) -> None:
         for name in process.held:
-            process.ledger.attach(name, pid)
-            process.ledger.mark_running(name)
+            attach(process.ledger, name, pid, runs=True)
 
     @precondition(lambda self: any(process.held for process in self.alive))
     @rule(data=st.data())

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from prefect_gpu.broker import events
-from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.machine import Machine
 from prefect_gpu.broker.machine_state import MachineSettings
+from prefect_gpu.broker.phases import IllegalTransition, Phase, Trigger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.scheduling.backfill import PATIENCE
@@ -75,7 +76,8 @@ def test_a_plan_that_could_not_be_written_is_made_again_on_what_others_have_writ
     # Another flow was faster.
     ledger = Ledger()
     theirs = replace(append.plan.changes["a"].reservations[0], request_id="theirs")
-    entry = Entry(replace(a.request, id="theirs"), reservations=(theirs,))
+    entry = replace(append.plan.changes["a"], request=replace(a.request, id="theirs"))
+    entry = replace(entry, reservations=(theirs,))
     assert ledger.try_write(ledger.view().version, {"theirs": entry})
     machine.handle(events.Rows(ledger.view(), {"theirs": entry}), 1.0)
     (again,) = machine.handle(events.Appended(append.plan, False), 1.0)
@@ -122,3 +124,16 @@ def test_what_an_event_has_led_to_before_it_failed_is_done_with_the_next_one(
             machine.handle(reading(2.0), 2.0)
     (told,) = machine.handle(events.Tick(), 2.0)
     assert isinstance(told, events.TellMeasured) and told.at_s == 2.0
+
+
+def test_an_event_that_cannot_come_raises_with_the_last_ones_of_its_request(
+    machine: Machine,
+) -> None:
+    a = ticket("a", 20)
+    machine.handle(events.Appended(plan_of(machine, a).plan, True), 1.0)
+    machine.handle(events.Attached(a, 7), 1.0)
+    with pytest.raises(
+        IllegalTransition, match=r"'away' came when running; before: placed, started"
+    ):
+        machine.handle(events.Moved(a, Trigger.MOVED_OUT, "away"), 1.0)
+    assert a.phase is Phase.RUNNING

@@ -13,6 +13,7 @@ import pytest
 from prefect_gpu.broker.broker import POLL_S, Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.broker.planning import PASSIVE_S
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices import simulated
@@ -279,7 +280,12 @@ def test_a_broker_with_all_the_processes_that_it_may_have_holds_nobody_up(
     third = rig.open()
     runs = Reservation("runs", *device.key, GIB)
     entries = {
-        "runs": Entry(Request("runs", "runs", 0, 0.0), reservations=(runs,), max_processes=1),
+        "runs": Entry(
+            Request("runs", "runs", 0, 0.0),
+            phase=Phase.PLACED,
+            reservations=(runs,),
+            max_processes=1,
+        ),
         "waits": Entry(
             Request("waits", "waits", 1, 0.0, memory=20 * GIB),
             devices=(device.key,),
@@ -360,11 +366,11 @@ def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machi
     rig.place("elsewhere", 1, devices=("1",))
     two = rig.place("two", 1, devices=("0",), broker=rig.other)
     three = rig.place("three", 1, devices=("0",))
-    assert rig.broker.neighbours(three) == ("one", "two (another flow)")
+    assert tuple(three.neighbours) == ("one", "two (another flow)")
     rig.broker.end(three)
     rig.place("four", 1, devices=("0",))
-    assert rig.broker.neighbours(one) == ("two (another flow)", "three", "four")
-    assert rig.other.neighbours(two)[0] == "one (another flow)"
+    assert tuple(one.neighbours) == ("two (another flow)", "three", "four")
+    assert next(iter(two.neighbours)) == "one (another flow)"
 
 
 def test_where_ids_are_of_another_namespace_flows_of_one_container_say_what_they_hold(

@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.phases import Phase, Wish, Wisher
 from prefect_gpu.broker.preempting import Preemption, preempt, share
 from prefect_gpu.scheduling.model import Device, Probe, Request
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import HOST, device, request, reserved, state
 
 NOW_S = 1000.0
+
+#: A person's, for all requests.
+SHARED = Wish(Wisher.PERSON, shared=True)
 
 
 def entry(name: str, gib: float = 16, at: int = 0, **others: Any) -> Entry:
@@ -25,13 +29,15 @@ def entry(name: str, gib: float = 16, at: int = 0, **others: Any) -> Entry:
         "reservations": (reserved(at, gib, by=name),),
         "devices": tuple(device(index).key for index in range(2)),
         "pid": 1,
+        "phase": Phase.RUNNING,
     }
     return Entry(asked, **{**given, **others})
 
 
-def going(found: Entry, **others: Any) -> Entry:
+def going(found: Entry, away: bool = False) -> Entry:
     """The same task, asked to go for `urgent`."""
-    return replace(found, suspended_for="urgent", **others)
+    phase = Phase.AWAY if away else found.phase
+    return replace(found, wish=Wish(Wisher.REQUEST, "urgent"), phase=phase)
 
 
 def urgent(gib: float = 20, **others: Any) -> Request:
@@ -76,7 +82,7 @@ def passes(
 def test_a_task_is_asked_and_keeps_its_reservation() -> None:
     running = entry("v")
     found = passes(urgent(), running)
-    assert found.changes == {"v": replace(running, suspended_for="urgent")}
+    assert found.changes == {"v": going(running)}
     assert not found.ready
 
 
@@ -92,7 +98,7 @@ def test_it_makes_way_once_it_is_away() -> None:
     ((plan, left),) = found.ready
     assert plan.request_id == "urgent" and plan.devices == (device().key,)
     made = left["v"]
-    assert (made.reservations, made.suspended_for, made.away) == ((), "", True)
+    assert (made.reservations, made.wish, made.phase) == ((), None, Phase.RELEASED)
     assert made.request.returns and made.request.id == "v"
     assert made.request.sequence == away.request.sequence and not made.request.returns_first
     assert made.request.memory == 16 * GIB
@@ -102,7 +108,7 @@ def test_none_makes_way_before_all_are_away() -> None:
     both = going(entry("a", 10), away=True), going(entry("b", 10, at=1))
     found = passes(urgent(24, count=2), *both, devices=2)
     assert (found.changes, found.ready) == ({}, [])
-    away = replace(both[1], away=True)
+    away = going(both[1], away=True)
     ((_, left),) = passes(urgent(24, count=2), both[0], away, devices=2).ready
     assert left.keys() == {"a", "b"}
 
@@ -123,7 +129,7 @@ def test_a_task_that_is_not_needed_any_more_is_let_go() -> None:
     [
         pytest.param(replace(entry("v"), request=request(16, name="v")), id="without the tag"),
         pytest.param(entry("v", pid=None), id="no process yet"),
-        pytest.param(entry("v", held_back=True), id="a person has suspended it"),
+        pytest.param(entry("v", wish=Wish(Wisher.PERSON)), id="a person has suspended it"),
         pytest.param(entry("v", owner="silent"), id="its flow sends no heartbeats"),
         pytest.param(entry("v", reservations=tuple(reserved(i, 16, by="v") for i in range(2))), id="on two devices"),
         pytest.param(entry("v", reservations=(replace(reserved(0, 16, by="v"), probe=Probe(0.0, GIB)),)), id="a first run beside others"),
@@ -152,7 +158,7 @@ def test_the_return_of_one_that_another_device_has_the_room_for_is_placed_first(
     ((plan, left),) = passes(asked, going(running, away=True), beside, devices=2).ready
     assert plan.suspended == {"v": True}
     made = left["v"]
-    assert made.reservations == () and made.suspended_for == ""
+    assert made.reservations == () and made.wish is None
     assert made.request.returns and made.request.returns_first
     assert made.request.devices == ("SIM-0", "SIM-1")
 
@@ -162,8 +168,8 @@ def test_the_return_of_one_that_another_device_has_the_room_for_is_placed_first(
 
 def shared(found: Entry, *devices: Device) -> Entry:
     """The entry once others may have its device."""
-    freed = replace(found, held_back=True, shared=True, away=True)
-    return share(freed, {each.key: each for each in devices}, NOW_S)
+    freed = replace(found, wish=SHARED, phase=Phase.AWAY)
+    return share(freed, SHARED, {each.key: each for each in devices}, NOW_S)
 
 
 def homes(found: Entry, *devices: Device) -> list[str]:
@@ -178,8 +184,11 @@ def test_it_may_come_back_on_all_devices_of_its_model() -> None:
 
 
 def test_it_keeps_a_device_that_is_not_there() -> None:
-    freed = replace(entry("v"), held_back=True, shared=True, away=True)
-    assert share(freed, {device(1).key: device(1)}, NOW_S) is freed
+    freed = replace(entry("v"), wish=SHARED, phase=Phase.AWAY)
+    assert share(freed, SHARED, {device(1).key: device(1)}, NOW_S) is freed
+    first_run = replace(freed, wish=Wish(Wisher.FIRST_RUNS, shared=True))
+    assert first_run.wish is not None
+    assert share(first_run, first_run.wish, {}, NOW_S) == replace(freed, wish=None)
 
 
 def test_it_comes_back_on_its_own_device_where_a_tag_or_the_driver_pins_it() -> None:

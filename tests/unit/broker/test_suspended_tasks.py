@@ -7,15 +7,28 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.broker.broker import ASK_AGAIN_S, Ticket
+from prefect_gpu.broker.broker import Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.preempting import ASK_AGAIN_S, hold_back
 from prefect_gpu.broker.ticket import BY_HAND
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.preemption import AGING_S, REST_S
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig, indices
 from tests.unit.broker.broker_rig import rig as rig
+
+
+def may_resume(rig: Rig, ticket: Ticket) -> bool:
+    """Ask as a process does that is about to resume."""
+    rig.broker.show_suspension(ticket, "moving in", "moving back")
+    return ticket.may_resume.get(timeout=DEADLOCK_S)
+
+
+def ask_by_hand(rig: Rig, ticket: Ticket, away: bool, shared: bool = False) -> None:
+    """Write what a person wants."""
+    assert rig.ledger.rewrite(ticket.request.id, lambda entry: hold_back(entry, away, shared))
 
 
 class Training:
@@ -49,7 +62,7 @@ class Training:
         self.rig.broker.look()
 
     def move_in(self) -> None:
-        assert self.rig.broker.comes_back(self.ticket)
+        assert may_resume(self.rig, self.ticket)
         self.rig.reader.attach(self.pid, ["SIM-0", "SIM-1"][: len(self.rig.broker.devices)])
         uuid = self.ticket.devices[0].uuid
         self.rig.reader.allocate(self.pid, uuid, int((self.gib - 1) * GIB))
@@ -111,7 +124,7 @@ def test_one_that_refuses_keeps_its_device_and_is_asked_again_later(rig: Rig) ->
     assert training.hear() == [True]
     rig.broker.show_suspension(training.ticket, "refused", "not suspended: it uses jax")
     rig.broker.look()
-    assert training.entry.suspended_for == ""
+    assert training.entry.wish is None
     assert training.hear() == [True] and rig.waits(urgent)
     rig.clock.advance(ASK_AGAIN_S + 1)
     rig.broker.look()
@@ -132,7 +145,7 @@ def test_it_goes_on_in_place_when_the_one_that_asked_is_gone(is_away: bool) -> N
     rig.broker.look()
     assert first.hear() == second.hear() == [True, False]
     assert [r.task_name for r in rig.reservations()] == ["a", "b"]
-    assert first.entry.suspended_for == second.entry.suspended_for == ""
+    assert first.entry.wish is second.entry.wish is None
 
 
 def test_one_that_is_moved_goes_on_at_once_on_the_other_device() -> None:
@@ -207,11 +220,11 @@ def test_no_process_comes_back_while_its_memory_is_wanted_or_its_device_is_anoth
     training = Training(rig)
     urgent = rig.submit("urgent", 20, priority=1, broker=rig.another())
     rig.look()
-    assert not rig.broker.comes_back(training.ticket)
+    assert not may_resume(rig, training.ticket)
     training.move_out()
     rig.look()
     rig.decided(urgent)
-    assert not rig.broker.comes_back(training.ticket)
+    assert not may_resume(rig, training.ticket)
     assert training.entry.away
 
 
@@ -246,6 +259,7 @@ def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(tmp_path: Path, stop
         rig.look()
     else:
         rig.reader.detach(training.pid)
+        rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
         rig.broker.show_suspension(training.ticket, "away", "away")
         stores[0].silent = frozenset({stores[1].owner})
         rig.broker.look()
@@ -268,7 +282,7 @@ def test_a_task_is_not_suspended_for_one_within_it(rig: Rig) -> None:
 
 def by_hand(rig: Rig, shared: bool) -> Training:
     training = Training(rig, preemptible=False)
-    rig.ledger.hold_back(training.ticket.request.id, True, shared)
+    ask_by_hand(rig, training.ticket, True, shared)
     rig.broker.look()
     assert training.hear() == [True]
     assert training.ticket.held_back_for == BY_HAND
@@ -280,7 +294,7 @@ def test_what_a_person_freed_is_kept_from_others(rig: Rig) -> None:
     training = by_hand(rig, shared=False)
     other = rig.submit("other", 20)
     assert rig.waits(other)
-    rig.ledger.hold_back(training.ticket.request.id, False)
+    ask_by_hand(rig, training.ticket, False)
     rig.broker.look()
     assert training.hear() == [True, False]
 
@@ -294,7 +308,7 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
     rig.exit(other)
     rig.broker.look()
     assert rig.reservations() == [] and training.hear() == [True]
-    rig.ledger.hold_back(training.ticket.request.id, False)
+    ask_by_hand(rig, training.ticket, False)
     rig.broker.look()
     rig.broker.look()
     assert training.hear() == [True, False]
@@ -303,10 +317,10 @@ def test_what_a_person_freed_to_be_shared_is_had_by_others(rig: Rig) -> None:
 
 def test_one_on_its_way_back_is_asked_away_before_others_get_its_device(rig: Rig) -> None:
     training = by_hand(rig, shared=False)
-    rig.ledger.hold_back(training.ticket.request.id, False)
+    ask_by_hand(rig, training.ticket, False)
     rig.broker.look()
     assert training.hear() == [True, False]
-    rig.ledger.hold_back(training.ticket.request.id, True, shared=True)
+    ask_by_hand(rig, training.ticket, True, shared=True)
     rig.broker.look()
     assert training.hear() == [True, False, True] and rig.reservations() == []
 
@@ -339,9 +353,10 @@ def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> Non
     rig.broker.look()
     rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
     rig.broker.look()
-    rig.ledger.hold_back(training.ticket.request.id, True)
+    ask_by_hand(rig, training.ticket, True)
     assert training.entry.held_back and training.entry.suspension == ""
     rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
-    rig.ledger.hold_back(training.ticket.request.id, False)
+    rig.broker.settle()
+    ask_by_hand(rig, training.ticket, False)
     # Where it is on its way, that stays.
     assert training.entry.suspension == "moving to the host"

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from prefect_gpu.broker.host_ledger import HostStore, Owner
 from prefect_gpu.broker.ledger import Entry, Row
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.cli import terminal
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.status import Found, HeldBy, Status, machine_status, status_lines
@@ -52,6 +53,7 @@ def entry(
     )
     given: dict[str, Any] = {"owner": "flow", "namespace": HERE, "max_processes": 99}
     given |= {"devices": tuple(device.key for device in DEVICES)} | more
+    given.setdefault("phase", Phase.RUNNING if on else Phase.WAITING)
     return name, Entry(request, reservations=reservations, **given)
 
 

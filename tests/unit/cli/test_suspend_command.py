@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.cli import suspend_command
 from prefect_gpu.cli.suspend_command import resume, suspend
 from prefect_gpu.suspension.suspended import REFUSED
@@ -22,11 +24,16 @@ class Flow:
     def __init__(self, folder: Path) -> None:
         self.ledger = Ledger(lambda: HostStore(folder))
         task = request(1, name="a", task_run_name="train")
-        self.ledger.try_write(0, {"a": Entry(task, reservations=(reserved(by="a"),))})
+        self.ledger.try_write(
+            0, {"a": Entry(task, phase=Phase.RUNNING, reservations=(reserved(by="a"),))}
+        )
         self.does: Callable[[], object] = lambda: pytest.fail("it waits")
 
     def wait(self, seconds: float) -> None:
         self.does()
+
+    def shows(self, text: str, **fields: Any) -> None:
+        self.ledger.rewrite("a", lambda entry: replace(entry, suspension=text, **fields))
 
     def entry(self) -> Entry:
         self.ledger.view()
@@ -42,12 +49,14 @@ def a_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flow:
     pause: Any = flow
     monkeypatch.setattr(suspend_command, "_pause", pause)
     # It was asked to make way for another task earlier, and had no memory yet.
-    flow.ledger.set_suspension("a", f"{REFUSED}it holds no device memory yet")
+    flow.shows(f"{REFUSED}it holds no device memory yet")
     return flow
 
 
-def test_an_earlier_refusal_is_no_answer(a_flow: Flow, capsys: pytest.CaptureFixture[str]) -> None:
-    a_flow.does = lambda: a_flow.ledger.set_suspension("a", "away: 1GiB", away=True)
+def test_an_earlier_refusal_is_not_taken_for_an_answer(
+    a_flow: Flow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_flow.does = lambda: a_flow.shows("away: 1GiB", phase=Phase.AWAY)
     assert suspend("train") == 0
     assert a_flow.entry().held_back
     assert capsys.readouterr().out == "train: away: 1GiB\n"

@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect_gpu import values
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster.flow_side import Node, Nodes
 from prefect_gpu.cluster.wire import News, NodeFacts
@@ -153,6 +154,7 @@ def other_entry(
     return Entry(
         Request(request_id, "theirs", 1, 0.0, size),
         owner="another agent",
+        phase=Phase.PLACED if pid is None else Phase.RUNNING,
         reservations=(reservation,),
         devices=(device.key,),
         pid=pid,

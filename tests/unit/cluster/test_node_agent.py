@@ -19,6 +19,7 @@ from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.preempting import hold_back
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import node_agent
@@ -303,7 +304,7 @@ def test_a_person_who_suspends_a_task_is_refused_with_the_reason(scene: Scene) -
     try:
         (request_id,) = ledger.running()
         for _ in range(2):
-            ledger.hold_back(request_id, away=True)
+            ledger.rewrite(request_id, lambda entry: hold_back(entry, away=True))
             wait_until(lambda: ledger.running()[request_id].suspension != "")
             entry = ledger.running()[request_id]
             assert entry.suspension == f"{REFUSED}{node_agent.NOT_SUSPENDED}"

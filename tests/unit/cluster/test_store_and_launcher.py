@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Phase
 from prefect_gpu.cluster.flow_side import ClusterLauncher, ClusterStore, Node, Nodes
 from prefect_gpu.cluster.wire import Kill, Launch
 from prefect_gpu.errors import NodeRefusedError
@@ -58,7 +59,7 @@ class Scene:
         version = self.ledger.view().version if version is None else version
         request = Request(request_id, "mine", 1, 0.0, GIB)
         reservations = (Reservation(request_id, *device.key, GIB),)
-        entry = Entry(request, reservations=reservations, devices=(device.key,))
+        entry = Entry(request, phase=Phase.PLACED, reservations=reservations, devices=(device.key,))
         return self.ledger.try_write(version, {request_id: entry})
 
 

@@ -240,6 +240,19 @@ def test_a_refusal_does_not_answer_what_is_asked_while_it_is_found(
     assert not any(told([each], "refused") for each in scene.suspend())
 
 
+def test_a_refusal_is_told_if_what_is_asked_while_it_is_found_is_withdrawn(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(candidate: Candidate) -> str:
+        for away in (True, False):
+            scene.suspender.ask(away)
+        return "not yet"
+
+    monkeypatch.setattr(suspended, "refusal", judge)
+    scene.suspender.ask(True)
+    scene.subject.until(lambda heard: told(heard, "refused", "not yet"))
+
+
 def test_it_stays_away_if_that_is_asked_for_while_it_waits(scene: Scene) -> None:
     scene.suspend()
     scene.subject.free = 0

@@ -24,6 +24,7 @@ from prefect_gpu.scheduling.ladder import (
     next_rung,
 )
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 SHARED: tuple[Cause, ...] = ("foreign", "crowded")
@@ -62,74 +63,44 @@ evidences = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("evidence", "cause"),
-    [
-        pytest.param(seen(says_own_cap=True), "own_cap", id="the error says so"),
-        pytest.param(seen(free_bytes=2 * GIB), "own_cap", id="the device could have given it"),
-        pytest.param(seen(free_bytes=GIB), "own_cap", id="the device could just have given it"),
-        pytest.param(
-            seen(free_bytes=GIB, says_own_cap=False), "crowded", id="the error says it was not"
-        ),
-        pytest.param(
-            seen(free_bytes=0, foreign_growth_bytes=GIB),
-            "foreign",
-            id="others took what is missing",
-        ),
-        pytest.param(
+@cases(
+    "evidence, cause",
+    {
+        "the error says so": (seen(says_own_cap=True), "own_cap"),
+        "the device could have given it": (seen(free_bytes=2 * GIB), "own_cap"),
+        "the device could just have given it": (seen(free_bytes=GIB), "own_cap"),
+        "the error says it was not": (seen(free_bytes=GIB, says_own_cap=False), "crowded"),
+        "others took what is missing": (seen(free_bytes=0, foreign_growth_bytes=GIB), "foreign"),
+        "others took the part that is missing": (
             seen(free_bytes=GIB // 2, foreign_growth_bytes=GIB // 2),
             "foreign",
-            id="others took the part that is missing",
         ),
-        pytest.param(
-            seen(free_bytes=0, foreign_growth_bytes=GIB - 1), "crowded", id="others took too little"
-        ),
-        pytest.param(seen(), "crowded", id="within its cap on a full device"),
-        pytest.param(
-            seen(held_bytes=4 * GIB + 1), "own_cap", id="past its cap, on a full device too"
-        ),
-        pytest.param(
-            seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign", id="others go first"
-        ),
-        pytest.param(seen(alone=True), "own_cap", id="no task of ours beside it"),
-        pytest.param(
-            seen(alone=True, foreign_growth_bytes=GIB), "foreign", id="alone but for other people"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=5 * GIB + 1), "own_cap", id="no cap, past its budget"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=5 * GIB), "crowded", id="no cap, within its budget"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, free_bytes=9 * GIB), "crowded", id="no cap, free again since then"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=None, held_bytes=None), "crowded", id="nothing known"
-        ),
-        pytest.param(seen(free_bytes=None), "own_cap", id="the device was not asked, a cap"),
-        pytest.param(
-            seen(free_bytes=None, cap_bytes=None), "crowded", id="the device was not asked, no cap"
-        ),
-        pytest.param(
+        "others took too little": (seen(free_bytes=0, foreign_growth_bytes=GIB - 1), "crowded"),
+        "within its cap on a full device": (seen(), "crowded"),
+        "past its cap, on a full device too": (seen(held_bytes=4 * GIB + 1), "own_cap"),
+        "others go first": (seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign"),
+        "no task of ours beside it": (seen(alone=True), "own_cap"),
+        "alone but for other people": (seen(alone=True, foreign_growth_bytes=GIB), "foreign"),
+        "no cap, past its budget": (seen(cap_bytes=None, process_bytes=5 * GIB + 1), "own_cap"),
+        "no cap, within its budget": (seen(cap_bytes=None, process_bytes=5 * GIB), "crowded"),
+        "no cap, free again since then": (seen(cap_bytes=None, free_bytes=9 * GIB), "crowded"),
+        "nothing known": (seen(cap_bytes=None, process_bytes=None, held_bytes=None), "crowded"),
+        "the device was not asked, a cap": (seen(free_bytes=None), "own_cap"),
+        "the device was not asked, no cap": (seen(free_bytes=None, cap_bytes=None), "crowded"),
+        "the device was not asked, the error says it was not the cap": (
             seen(free_bytes=None, says_own_cap=False),
             "crowded",
-            id="the device was not asked, the error says it was not the cap",
         ),
-        pytest.param(
-            seen(wanted_bytes=None, free_bytes=1), "own_cap", id="size unknown, something was free"
-        ),
-        pytest.param(
+        "size unknown, something was free": (seen(wanted_bytes=None, free_bytes=1), "own_cap"),
+        "size unknown, others grew on a full device": (
             seen(wanted_bytes=None, foreign_growth_bytes=64 * MIB),
             "foreign",
-            id="size unknown, others grew on a full device",
         ),
-        pytest.param(
+        "size unknown, others grew by next to nothing": (
             seen(wanted_bytes=None, foreign_growth_bytes=MIB),
             "crowded",
-            id="size unknown, others grew by next to nothing",
         ),
-    ],
+    },
 )
 def test_the_cause_of_an_out_of_memory(evidence: Evidence, cause: Cause) -> None:
     assert classify(evidence) == cause
@@ -147,31 +118,29 @@ def test_only_processes_that_grew_are_blamed(evidence: Evidence) -> None:
         assert cause != "crowded"
 
 
-@pytest.mark.parametrize(
-    ("evidence", "needed_gib"),
-    [
-        pytest.param(seen(), 5, id="what the process held and what it asked for"),
-        pytest.param(seen(held_bytes=4 * GIB), 6, id="its framework knows better than a reading"),
-        pytest.param(seen(process_bytes=None), 5, id="held, context and wanted"),
-        pytest.param(seen(wanted_bytes=None), None, id="the message does not say"),
-        pytest.param(
-            seen(held_bytes=None, process_bytes=None), None, id="what it held is not known"
-        ),
-    ],
+@cases(
+    "evidence, needed_gib",
+    {
+        "what the process held and what it asked for": (seen(), 5),
+        "its framework knows better than a reading": (seen(held_bytes=4 * GIB), 6),
+        "held, context and wanted": (seen(process_bytes=None), 5),
+        "the message does not say": (seen(wanted_bytes=None), None),
+        "what it held is not known": (seen(held_bytes=None, process_bytes=None), None),
+    },
 )
 def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -> None:
     assert needed_bytes(evidence) == (None if needed_gib is None else needed_gib * GIB)
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget_bytes"),
-    [
-        pytest.param({"wanted_bytes": None}, 9 * GIB, id="half as much again"),
-        pytest.param({}, 9 * GIB, id="half as much again is more than it wanted"),
-        pytest.param({"wanted_bytes": 16 * GIB}, 22 * GIB, id="what it wanted and a tenth"),
-        pytest.param({"wanted_bytes": 100 * GIB}, None, id="a whole device, if there is no more"),
-        pytest.param({"budget_bytes": 60 * GIB}, None, id="nearly a whole device is a whole one"),
-    ],
+@cases(
+    "changes, budget_bytes",
+    {
+        "half as much again": ({"wanted_bytes": None}, 9 * GIB),
+        "half as much again is more than it wanted": ({}, 9 * GIB),
+        "what it wanted and a tenth": ({"wanted_bytes": 16 * GIB}, 22 * GIB),
+        "a whole device, if there is no more": ({"wanted_bytes": 100 * GIB}, None),
+        "nearly a whole device is a whole one": ({"budget_bytes": 60 * GIB}, None),
+    },
 )
 def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
     rung = next_rung(Climb(), "own_cap", seen(**changes), CAPACITY)
@@ -181,14 +150,14 @@ def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | 
     assert "6GiB" in rung.reason or "60GiB" in rung.reason
 
 
-@pytest.mark.parametrize(
-    ("whole_gib", "given_gib"),
-    [
-        pytest.param(0, 9, id="not known"),
-        pytest.param(8, 9, id="less than half as much again"),
-        pytest.param(20, 20, id="what past runs had in full"),
-        pytest.param(90, None, id="more than the device has"),
-    ],
+@cases(
+    "whole_gib, given_gib",
+    {
+        "not known": (0, 9),
+        "less than half as much again": (8, 9),
+        "what past runs had in full": (20, 20),
+        "more than the device has": (90, None),
+    },
 )
 def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
     whole_gib: int, given_gib: int | None
@@ -215,41 +184,37 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
 
 
-@pytest.mark.parametrize(
-    ("cause", "rung", "words"),
-    [
-        pytest.param(
+@cases(
+    "cause, rung, words",
+    {
+        "more would have helped": (
             "own_cap",
             Rung(Climb(2), 6 * GIB, ""),
-            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
-            "it runs again by itself",
-            id="more would have helped",
+            (
+                "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
+                "it runs again by itself"
+            ),
         ),
-        pytest.param(
+        "a whole device would have helped": (
             "own_cap",
             Rung(Climb(2), None, ""),
-            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
-            "it runs again by itself",
-            id="a whole device would have helped",
+            (
+                "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
+                "it runs again by itself"
+            ),
         ),
-        pytest.param(
+        "others took the memory": (
             "foreign",
             Rung(Climb(2), 4 * GIB, ""),
-            "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
-            f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself",
-            id="others took the memory",
+            (
+                "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
+                f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself"
+            ),
         ),
-        pytest.param(
-            "own_cap",
-            "that is all",
-            f"that is all: {REMEDIES['own_cap']}",
-            id="no device is enough",
-        ),
-        pytest.param(
-            "crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}", id="tasks beside it"
-        ),
-        pytest.param("host", "no help", "no help", id="not a matter of devices"),
-    ],
+        "no device is enough": ("own_cap", "that is all", f"that is all: {REMEDIES['own_cap']}"),
+        "tasks beside it": ("crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}"),
+        "not a matter of devices": ("host", "no help", "no help"),
+    },
 )
 def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
     assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
@@ -381,13 +346,13 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
     assert (whole.budget_bytes, whole.climb.from_error) == (None, False)
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        pytest.param({"wanted_bytes": None}, id="its error does not say what it needs"),
-        pytest.param({"held_bytes": 79 * GIB}, id="it needs as much as a device has"),
-        pytest.param({"held_bytes": 0, "process_bytes": GIB}, id="it says less than it had"),
-    ],
+    {
+        "its error does not say what it needs": {"wanted_bytes": None},
+        "it needs as much as a device has": {"held_bytes": 79 * GIB},
+        "it says less than it had": {"held_bytes": 0, "process_bytes": GIB},
+    },
 )
 def test_a_first_run_beside_others_gets_a_whole_device_if_its_error_does_not_help(
     changes: dict[str, Any],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from prefect_gpu.scheduling.memory import (
     Recovery,
     device_state,
@@ -15,6 +13,7 @@ from prefect_gpu.scheduling.memory import (
 )
 from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import request, reserved, snapshot, state
 
 OURS, CHILD, OTHER = 100, 101, 1
@@ -24,63 +23,52 @@ def use(pid: int, gib: float | None, root: int | None = None) -> ProcessUse:
     return ProcessUse(pid, root, None if gib is None else int(gib * GIB))
 
 
-@pytest.mark.parametrize(
-    ("taken", "promised", "measured", "headroom_gib", "free_gib"),
-    [
-        pytest.param(snapshot(), [], {}, 0, 24, id="an empty device is free"),
-        pytest.param(snapshot(), [], {}, 1, 23, id="headroom is kept"),
-        pytest.param(snapshot(reserved_gib=1), [], {}, 0, 23, id="the driver's part is not ours"),
-        pytest.param(snapshot(used_gib=5), [], {}, 0, 19, id="others count as they are"),
-        pytest.param(
-            snapshot(), [6], {}, 0, 18, id="what is not yet allocated counts at its reservation"
-        ),
-        pytest.param(
+@cases(
+    "taken, promised, measured, headroom_gib, free_gib",
+    {
+        "an empty device is free": (snapshot(), [], {}, 0, 24),
+        "headroom is kept": (snapshot(), [], {}, 1, 23),
+        "the driver's part is not ours": (snapshot(reserved_gib=1), [], {}, 0, 23),
+        "others count as they are": (snapshot(used_gib=5), [], {}, 0, 19),
+        "what is not yet allocated counts at its reservation": (snapshot(), [6], {}, 0, 18),
+        "what is within its reservation is not counted twice": (
             snapshot(used_gib=4),
             [6],
             {"t0": 4},
             0,
             18,
-            id="what is within its reservation is not counted twice",
         ),
-        pytest.param(
+        "a process above its reservation counts at what it holds": (
             snapshot(used_gib=8),
             [6],
             {"t0": 8},
             0,
             16,
-            id="a process above its reservation counts at what it holds",
         ),
-        pytest.param(
-            snapshot(used_gib=9), [6], {"t0": 4}, 0, 13, id="the rest of what is used is foreign"
-        ),
-        pytest.param(
+        "the rest of what is used is foreign": (snapshot(used_gib=9), [6], {"t0": 4}, 0, 13),
+        "each of ours counts by itself": (
             snapshot(used_gib=10),
             [6, 3],
             {"t0": 4, "t1": 5},
             0,
             24 - 6 - 5 - 1,
-            id="each of ours counts by itself",
         ),
-        pytest.param(
-            snapshot(used_gib=3), [], {"gone": 3}, 0, 21, id="ours without a reservation counts"
-        ),
-        pytest.param(
+        "ours without a reservation counts": (snapshot(used_gib=3), [], {"gone": 3}, 0, 21),
+        "others that took what is reserved leave less than nothing": (
             snapshot(used_gib=20),
             [10],
             {},
             0,
             -6,
-            id="others that took what is reserved leave less than nothing",
         ),
-        pytest.param(
+        "measured beyond what is used leaves no more than that": (
             replace(snapshot(), free_bytes=2 * GIB),
             [],
             {"t0": 24},
             0,
             0,
-            id="measured beyond what is used leaves no more than that",
         ),
-    ],
+    },
 )
 def test_free_memory(
     taken: DeviceSnapshot,
@@ -111,41 +99,31 @@ def test_a_device_has_less_free_after_a_reservation() -> None:
     assert (after.free_bytes, after.reservations) == (14 * GIB, (reserved(gib=10),))
 
 
-@pytest.mark.parametrize(
-    ("used_gib", "processes", "stand_ins", "measured"),
-    [
-        pytest.param(3, [use(OURS, 3, OURS)], {}, {"mine": 3}, id="the child itself"),
-        pytest.param(
-            5, [use(OURS, 3, OURS), use(CHILD, 2, OURS)], {}, {"mine": 5}, id="and those it started"
-        ),
-        pytest.param(3, [use(OTHER, 3)], {}, {}, id="a foreign process is not ours"),
-        pytest.param(3, [use(9, 3, 9)], {}, {}, id="a root that is not on this device is not ours"),
-        pytest.param(3, [use(OURS, None, OURS)], {}, {}, id="WSL and no counters: unknown"),
-        pytest.param(
-            3, [use(OURS, None, OURS)], {"mine": 2}, {"mine": 2}, id="WSL: its counters stand in"
-        ),
-        pytest.param(3, [], {"mine": 2}, {"mine": 2}, id="a container: its counters stand in"),
-        pytest.param(
-            0, [], {"mine": 2}, {}, id="a second device that it does not use holds nothing of it"
-        ),
-        pytest.param(
+@cases(
+    "used_gib, processes, stand_ins, measured",
+    {
+        "the child itself": (3, [use(OURS, 3, OURS)], {}, {"mine": 3}),
+        "and those it started": (5, [use(OURS, 3, OURS), use(CHILD, 2, OURS)], {}, {"mine": 5}),
+        "a foreign process is not ours": (3, [use(OTHER, 3)], {}, {}),
+        "a root that is not on this device is not ours": (3, [use(9, 3, 9)], {}, {}),
+        "WSL and no counters: unknown": (3, [use(OURS, None, OURS)], {}, {}),
+        "WSL: its counters stand in": (3, [use(OURS, None, OURS)], {"mine": 2}, {"mine": 2}),
+        "a container: its counters stand in": (3, [], {"mine": 2}, {"mine": 2}),
+        "a second device that it does not use holds nothing of it": (0, [], {"mine": 2}, {}),
+        "no more than what no process is listed with": (
             3,
             [use(OTHER, 2)],
             {"mine": 2},
             {"mine": 1},
-            id="no more than what no process is listed with",
         ),
-        pytest.param(
+        "half of it told: the larger counts": (
             4,
             [use(OURS, 3, OURS), use(CHILD, None, OURS)],
             {"mine": 4},
             {"mine": 4},
-            id="half of it told: the larger counts",
         ),
-        pytest.param(
-            3, [use(OURS, 3, OURS)], {"mine": 9}, {"mine": 3}, id="what the driver tells goes first"
-        ),
-    ],
+        "what the driver tells goes first": (3, [use(OURS, 3, OURS)], {"mine": 9}, {"mine": 3}),
+    },
 )
 def test_attributing_memory(
     used_gib: float,
@@ -158,14 +136,14 @@ def test_attributing_memory(
     assert found == {key: int(gib * GIB) for key, gib in measured.items()}
 
 
-@pytest.mark.parametrize(
-    ("listed", "stand_in_gib", "mine_gib"),
-    [
-        pytest.param(use(OURS, 9, OURS), 2, 2, id="a number that is a child's by chance"),
-        pytest.param(use(OTHER, 9), 2, 2, id="its own process under the host's number"),
-        pytest.param(use(OURS, 0, OURS), 2, 2, id="the memory of another process, which has none"),
-        pytest.param(use(OURS, 9, OURS), 0, None, id="no counters: nothing is known of it"),
-    ],
+@cases(
+    "listed, stand_in_gib, mine_gib",
+    {
+        "a number that is a child's by chance": (use(OURS, 9, OURS), 2, 2),
+        "its own process under the host's number": (use(OTHER, 9), 2, 2),
+        "the memory of another process, which has none": (use(OURS, 0, OURS), 2, 2),
+        "no counters: nothing is known of it": (use(OURS, 9, OURS), 0, None),
+    },
 )
 def test_where_ids_are_of_another_namespace_only_counters_are_attributed(
     listed: ProcessUse, stand_in_gib: int, mine_gib: int | None
@@ -186,50 +164,41 @@ def test_memory_that_no_process_holds() -> None:
     assert ownerless_bytes(host) is None
 
 
-@pytest.mark.parametrize(
-    ("taken", "before_gib", "found"),
-    [
-        pytest.param(snapshot(), 0, (True, 0), id="all is back"),
-        pytest.param(snapshot(used_gib=2), 2, (True, 0), id="an old leak is not blamed on it"),
-        pytest.param(snapshot(used_gib=3), 2, (False, 1), id="a new leak is"),
-        pytest.param(
+@cases(
+    "taken, before_gib, found",
+    {
+        "all is back": (snapshot(), 0, (True, 0)),
+        "an old leak is not blamed on it": (snapshot(used_gib=2), 2, (True, 0)),
+        "a new leak is": (snapshot(used_gib=3), 2, (False, 1)),
+        "a process that came meanwhile is not a leak": (
             snapshot(used_gib=3, processes=(use(OTHER, 3),)),
             0,
             (True, 0),
-            id="a process that came meanwhile is not a leak",
         ),
-        pytest.param(
-            snapshot(used_gib=1), 4, (True, 0), id="an old leak that went away is no matter"
-        ),
-        pytest.param(
+        "an old leak that went away is no matter": (snapshot(used_gib=1), 4, (True, 0)),
+        "a helper that lives on still holds it": (
             snapshot(used_gib=2, processes=(use(CHILD, 2, OURS),)),
             0,
             (False, 2),
-            id="a helper that lives on still holds it",
         ),
-        pytest.param(
+        "a helper that holds nothing is still waited for": (
             snapshot(processes=(use(CHILD, 0, OURS),)),
             0,
             (False, 0),
-            id="a helper that holds nothing is still waited for",
         ),
-        pytest.param(snapshot(error="lost"), 0, (False, None), id="a lost device cannot tell"),
-        pytest.param(
-            snapshot(used_gib=3), None, (True, None), id="without a baseline: cannot be told"
-        ),
-        pytest.param(
+        "a lost device cannot tell": (snapshot(error="lost"), 0, (False, None)),
+        "without a baseline: cannot be told": (snapshot(used_gib=3), None, (True, None)),
+        "WSL: a helper is still listed": (
             snapshot(used_gib=3, processes=(use(CHILD, None, OURS),)),
             None,
             (False, 0),
-            id="WSL: a helper is still listed",
         ),
-        pytest.param(
+        "a neighbour that is just ending is listed without bytes: the next reading decides": (
             snapshot(used_gib=3, processes=(use(OTHER, None),)),
             0,
             (False, None),
-            id="a neighbour that is just ending is listed without bytes: the next reading decides",
         ),
-    ],
+    },
 )
 def test_recovery(
     taken: DeviceSnapshot, before_gib: float | None, found: tuple[bool, float | None]

@@ -23,6 +23,7 @@ from prefect_gpu.scheduling.scheduling_pass import (
     order_key,
 )
 from prefect_gpu.units import GIB
+from tests.cases import cases
 from tests.unit.scheduling.values import host, request, reserved, state
 
 TWO = [state(0), state(1)]
@@ -40,83 +41,74 @@ def hungry(gib: float, name: str) -> Request:
     return request(1, name=name, host_bytes=int(gib * GIB))
 
 
-@pytest.mark.parametrize(
-    ("waiting", "states", "machine", "style", "starts"),
-    [
-        pytest.param([], TWO, host(), "spread", [], id="none waits"),
-        pytest.param(
+@cases(
+    "waiting, states, machine, style, starts",
+    {
+        "none waits": ([], TWO, host(), "spread", []),
+        "spread over the devices": (
             [request(6, name=n) for n in "abc"],
             TWO,
             host(),
             "spread",
             [("a", [0]), ("b", [1]), ("c", [0])],
-            id="spread over the devices",
         ),
-        pytest.param(
+        "packed on one": (
             [request(6, name=n) for n in "abc"],
             TWO,
             host(),
             "pack",
             [("a", [0]), ("b", [0]), ("c", [0])],
-            id="packed on one",
         ),
-        pytest.param(
+        "two of 40 % together, a third waits": (
             [request(share=0.4, name=n) for n in "abc"],
             TWO[:1],
             host(),
             "spread",
             [("a", [0]), ("b", [0])],
-            id="two of 40 % together, a third waits",
         ),
-        pytest.param(
+        "priority goes first": (
             [request(6, name="low"), request(6, name="high", priority=5)],
             TWO[:1],
             host(1, 0, 1),
             "spread",
             [("high", [0])],
-            id="priority goes first",
         ),
-        pytest.param(
+        "the return of a moved process goes before all priorities": (
             [request(6, name="high", priority=5), request(6, name="moved", returns_first=True)],
             TWO[:1],
             host(1, 0, 1),
             "spread",
             [("moved", [0])],
-            id="the return of a moved process goes before all priorities",
         ),
-        pytest.param(
+        "then first come, in whatever order they were added": (
             [request(6, name="late", sequence=8), request(6, name="early", sequence=7)],
             TWO[:1],
             host(1, 0, 1),
             "spread",
             [("early", [0])],
-            id="then first come, in whatever order they were added",
         ),
-        pytest.param(
+        "without budgets one on each device": (
             [request(name="a"), request(name="b"), request(1, name="c")],
             TWO,
             host(),
             "spread",
             [("a", [0]), ("b", [1])],
-            id="without budgets one on each device",
         ),
-        pytest.param(
+        "a request for a device alone blocks one that would join the first": (
             [request(1, name="a"), request(name="b"), request(1, name="c")],
             TWO[:1],
             host(),
             "spread",
             [("a", [0])],
-            id="a request for a device alone blocks one that would join the first",
         ),
-        pytest.param(
+        "a blocked head blocks those behind it": (
             [request(20, name="a"), request(20, name="b"), request(1, name="c")],
             TWO[:1],
             host(),
             "spread",
             [("a", [0])],
-            id="a blocked head blocks those behind it",
         ),
-        pytest.param(
+        "but not on devices that it could not use": (
             [
                 request(20, name="a", devices=("0",)),
                 request(20, name="b", devices=("0",)),
@@ -126,17 +118,15 @@ def hungry(gib: float, name: str) -> Request:
             host(),
             "spread",
             [("a", [0]), ("c", [1])],
-            id="but not on devices that it could not use",
         ),
-        pytest.param(
+        "nor on those that are too small for it": (
             [request(60, name="a"), request(60, name="b"), request(1, name="c")],
             [state(0, 80), state(1, 24)],
             host(),
             "spread",
             [("a", [0]), ("c", [1])],
-            id="nor on those that are too small for it",
         ),
-        pytest.param(
+        "one that waits for two holds back both": (
             [
                 request(1, name="a", devices=("0",)),
                 request(1, count=2, name="b"),
@@ -146,65 +136,57 @@ def hungry(gib: float, name: str) -> Request:
             host(),
             "spread",
             [],
-            id="one that waits for two holds back both",
         ),
-        pytest.param(
+        "one that waits for a lost device lets others pass": (
             [request(6, name="a", devices=("0",)), request(6, name="b")],
             [state(0, error="lost"), state(1)],
             host(),
             "spread",
             [("b", [1])],
-            id="one that waits for a lost device lets others pass",
         ),
-        pytest.param(
+        "all lost: all wait": (
             [request(6, name="a"), request(6, name="b")],
             [state(0, error="lost"), state(1, error="lost")],
             host(),
             "spread",
             [],
-            id="all lost: all wait",
         ),
-        pytest.param(
+        "max_processes": (
             [request(6, name="a")],
             TWO,
             host(max_processes=3, processes=3),
             "spread",
             [],
-            id="max_processes",
         ),
-        pytest.param(
+        "a head that the machine cannot hold blocks all: all need of it": (
             [hungry(40, "a"), hungry(40, "b"), hungry(1, "c")],
             TWO,
             host(64),
             "spread",
             [("a", [0])],
-            id="a head that the machine cannot hold blocks all: all need of it",
         ),
-        pytest.param(
+        "an estimate alone stops no task": (
             [hungry(99, "a")],
             TWO,
             host(64),
             "spread",
             [("a", [0])],
-            id="an estimate alone stops no task",
         ),
-        pytest.param(
+        "a head that waits for its device leaves the machine to others": (
             [request(20, name="a", devices=("0",), host_bytes=99 * GIB), hungry(1, "b")],
             [state(0, held=[reserved(0, 10)]), state(1)],
             host(64, processes=1),
             "spread",
             [("b", [1])],
-            id="a head that waits for its device leaves the machine to others",
         ),
-        pytest.param(
+        "100 % is not one byte": (
             [request(share=1.0, name="a"), request(1 / GIB, name="b")],
             TWO,
             host(),
             "spread",
             [("a", [0]), ("b", [1])],
-            id="100 % is not one byte",
         ),
-    ],
+    },
 )
 def test_order(
     waiting: Sequence[Request],

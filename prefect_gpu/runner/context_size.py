@@ -54,12 +54,7 @@ READING_S = 5.0
 
 
 class ContextMeter:
-    """Looks up contexts, or measures them. Safe to use from several threads.
-
-    Args:
-        store: Keeps measured sizes.
-        launcher: Starts calibration children.
-    """
+    """Looks up contexts, or measures them in calibration children of a launcher. Safe to use from several threads."""
 
     def __init__(self, store: ContextStore, launcher: Launcher) -> None:
         self._store = store
@@ -134,13 +129,9 @@ class ContextMeter:
                 size = self._calibrate(framework, policy, broker, ticket)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
                 size = fallback_context_bytes(framework)
-                logger.warning(
-                    "the context of %s on %s could not be measured (%s); %s is assumed",
-                    framework,
-                    device.name,
-                    error,
-                    format_bytes(size),
-                )
+                where, assumed = f"{framework} on {device.name}", format_bytes(size)
+                text = "the context of %s could not be measured (%s); %s is assumed"
+                logger.warning(text, where, error, assumed)
                 return size
             self._store.put(key, size)
             logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
@@ -178,10 +169,8 @@ class ContextMeter:
             messages.put,
         )
         shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
-        before, ticket.on_measured = (
-            ticket.on_measured,
-            lambda at, found: shown.put((at, found[0].total_bytes)),
-        )
+        before = ticket.on_measured
+        ticket.on_measured = lambda at_s, found: shown.put((at_s, found[0].total_bytes))
         try:
             reserved = self._hear(messages, broker, ticket)
             return max(0, self._read(shown, broker) - reserved)
@@ -189,9 +178,8 @@ class ContextMeter:
             ticket.on_measured = before
             handle.kill()
             try:
-                while not isinstance(
-                    messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)
-                ):
+                ended = ChildExited, ChildRefused
+                while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
                     pass
             finally:
                 ticket.pid = None
@@ -219,19 +207,20 @@ class ContextMeter:
                 message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
             except queues.Empty:
                 raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
-            if isinstance(message, ChildStarted):
-                broker.attach(ticket, message.pid)
-            elif isinstance(message, Asked):
-                # No answer: the child holds its device until it is killed.
-                return int(message.arguments["reserved_bytes"])
-            elif isinstance(message, ValueArrived):
-                raise values.loads(message.data, "exception")
-            elif isinstance(message, ChildRefused):
-                messages.put(message)
-                raise message.error
-            elif isinstance(message, ChildExited):
-                messages.put(message)
-                raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
+            match message:
+                case ChildStarted(pid):
+                    broker.attach(ticket, pid)
+                case Asked(_, arguments):
+                    # No answer: the child holds its device until it is killed.
+                    return int(arguments["reserved_bytes"])
+                case ValueArrived(data):
+                    raise values.loads(data, "exception")
+                case ChildRefused(error):
+                    messages.put(message)
+                    raise error
+                case ChildExited(code, stderr_tail):
+                    messages.put(message)
+                    raise RuntimeError(f"it ended with {code}: {stderr_tail[-500:]}")
 
 
 def context_meter(launcher: Launcher | None = None) -> ContextMeter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -24,8 +25,8 @@ from prefect_gpu.engine.direct_calls import is_first_warning
 from prefect_gpu.errors import BudgetExceededError, PrefectGPUError, ProtocolError
 from prefect_gpu.processes import launch_spec, messages
 from prefect_gpu.runner import process_run
-from prefect_gpu.runner.endings import first_line
 from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.run_log import first_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device
@@ -134,7 +135,7 @@ class ProcessListener:
                 self._release()
                 self._tell(message)
             case messages.BodyStarted():
-                began_s = self._record.add_first_line()
+                began_s = self._record.started_s = time.monotonic()
                 self._broker.mark_running(self._ticket)
                 self._tell(process_run.BodyBegan(began_s))
             case messages.CountersRead():
@@ -147,7 +148,7 @@ class ProcessListener:
                 self._record.add_end(message)
                 self._tell(message)
             case launch_spec.ValueArrived():
-                self._record.add_value()
+                self._record.value_arrived = True
                 # A last reading while the process still holds its memory.
                 self._broker.refresh()
                 self.kill_lingering()
@@ -162,7 +163,7 @@ class ProcessListener:
                 assert_never(message)
 
     def _attach(self, pid: int) -> None:
-        self._record.add_start(pid)
+        self._record.pid = pid
         ticket = self._ticket
         if not self._broker.reader.remote:
             suspendable = self._suspendable = SuspendableProcess(

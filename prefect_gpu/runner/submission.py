@@ -30,9 +30,7 @@ from prefect_gpu.engine.task_engine import (
 )
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
-from prefect_gpu.errors import (
-    PlacementError,
-)
+from prefect_gpu.errors import PlacementError
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
@@ -40,7 +38,7 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner.attempt import Attempt, NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.endings import first_line, in_one_line
+from prefect_gpu.runner.engine_threads import Place
 from prefect_gpu.runner.next_step import (
     REFUSED_S,
     AskAgain,
@@ -54,7 +52,7 @@ from prefect_gpu.runner.next_step import (
     next_step,
 )
 from prefect_gpu.runner.process_run import Done
-from prefect_gpu.runner.submit_order import Place
+from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Climb
@@ -80,7 +78,6 @@ class BodyRun:
         launcher: Starts the processes.
         book: Chooses their budgets.
         report: Takes the report of each process, from any thread.
-        new_attempt: Creates an attempt; replaced in tests.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class BodyRun:
         launcher: Launcher,
         book: BudgetBook,
         report: Callable[[TaskReport], None],
-        new_attempt: Callable[[TaskCall, Grant, int, Broker, Launcher], Attempt] = Attempt,
     ) -> None:
         self._call = call
         self._policy = call.plan.policy
@@ -103,7 +99,6 @@ class BodyRun:
         self._launcher = launcher
         self._book = book
         self._report = report
-        self._new_attempt = new_attempt
         self._lock = threading.Lock()
         self._cancelled = False
         #: Attempts in order; at most `ladder.MOST_PROCESSES`.
@@ -117,7 +112,7 @@ class BodyRun:
         with self._lock:
             self._cancelled = True
             attempts = tuple(self._attempts)
-        self._book.wake()
+        self._book.gate.release()
         for attempt in attempts:
             # Attempts before the last may hang at their exit.
             attempt.cancel()
@@ -132,11 +127,6 @@ class BodyRun:
         deadline = time.monotonic() + timeout_s
         events = (self._over, *(attempt.finished for attempt in self._attempts))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
-
-    @property
-    def broker(self) -> Broker:
-        """Broker of its devices."""
-        return self._broker
 
     @property
     def order(self) -> tuple[int, int]:
@@ -185,13 +175,12 @@ class BodyRun:
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
-            attempt: Attempt | None = None
+            attempt = Attempt(self._call, grant, number, self._broker, self._launcher)
             step: Step | None = None
             short: Shortage | None = None
             goes_on = False
             began_s = time.monotonic()
             try:
-                attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
                 self._book.begin_probe(self._probed, attempt.learn_need)
                 try:
@@ -200,7 +189,7 @@ class BodyRun:
                     grant = self._book.keep(grant, placement.devices[0].name)
                     if attempt.shares:
                         # The next task run with this history may make its request now.
-                        self._book.release(grant)
+                        self._book.gate.release(grant.claims)
                         grant = replace(grant, claims=frozenset())
                     whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                     ended = attempt.run()
@@ -234,18 +223,13 @@ class BodyRun:
             except NeedLearned:
                 pass
             finally:
-                if attempt is not None:
-                    self._book.end_probe(self._probed, attempt.learn_need)
+                self._book.end_probe(self._probed, attempt.learn_need)
                 # The next process, if there is one, keeps the grant.
-                over = self._probed if attempt is not None and attempt.shares else frozenset()
+                over = self._probed if attempt.shares else frozenset()
                 # Task runs with its history wait until its run is kept, which is once its memory is back.
-                self._book.begin_end(over)
+                self._book.gate.begin_end(over)
                 take = functools.partial(self._take_report, grant, not goes_on, over)
-                if attempt is None:
-                    take(None)
-                else:
-                    attempt.close(take, short)
-            assert attempt is not None
+                attempt.close(take, short)
             if isinstance(step, Retry):
                 # Prefect shows the newest report: they must come in the order of the processes.
                 attempt.finished.wait(ENDING_S)
@@ -256,11 +240,10 @@ class BodyRun:
             # There was no process.
             if isinstance(step, AskAgain):
                 self._over.wait(REFUSED_S)
+                grant = step.grant
             with self._lock:
                 self._attempts.remove(attempt)
-            if isinstance(step, AskAgain):
-                grant = step.grant
-            else:
+            if step is None:
                 waited_s = grant.waited_s + time.monotonic() - began_s
                 grant = replace(self._first_grant(), waited_s=waited_s)
 
@@ -272,27 +255,13 @@ class BodyRun:
             attempt.cancel()
 
     def _first_grant(self) -> Grant:
-        policy, broker = self._policy, self._broker
-        capacities = broker.capacities(policy.devices, policy.nodes)
-        by_size = sorted((size, device.name) for device, size in capacities.items())
-        grant = self._book.grant(
-            self._call.identity,
-            policy.memory,
-            [device.name for device in capacities],
-            self._call.place,
-            count=policy.count,
-            capacity_bytes={name: size for size, name in by_size},
-            limit_s=policy.wait_s,
-            on_waiting=self._call.run.show_awaiting,
-            cancelled=lambda: self._cancelled,
-            probe_fraction=self._call.plan.probe_fraction,
-        )
+        policy = self._policy
+        capacities = self._broker.capacities(policy.devices, policy.nodes)
+        grant = self._book.grant(self._call, capacities, lambda: self._cancelled)
         if grant is None:
             raise CancelledByRunner
         grant = replace(grant, capacity_bytes=_most_of_each(capacities, policy.count))
         self._probed = grant.claims if grant.probe_fraction else frozenset()
-        if grant.source == "probe":
-            grant = replace(grant, alone_because=self._call.plan.alone_because)
         if self.climb.whole_device:
             return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
@@ -311,20 +280,16 @@ class BodyRun:
         return Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
 
     def _take_report(
-        self,
-        grant: Grant,
-        release: bool,
-        ended: frozenset[HistoryKey],
-        report: TaskReport | None,
+        self, grant: Grant, release: bool, ended: frozenset[HistoryKey], report: TaskReport | None
     ) -> None:
         """Take a process's report (`None`: there was no process), release its grant, and pass the report on."""
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
         finally:
-            if release:
-                self._book.release(grant)
-            self._book.end(ended)
+            if release and grant.claims:
+                self._book.gate.release(grant.claims)
+            self._book.gate.end(ended)
             if report is not None:
                 self._report(report)
 
@@ -398,13 +363,13 @@ class GPUTask:
         try:
             return self._run_body(run, args, kwargs)
         except BaseException as error:
-            task_run = run.task_run
             outcome: Literal["failed", "cancelled"] = (
                 "failed" if isinstance(error, Exception) else "cancelled"
             )
+            found = run.task_run
             self._runner.note_unstarted(
                 UnstartedRun(
-                    task_run.id, clean_name(task_run.name), outcome, first_line(error), time.time()
+                    found.id, clean_name(found.name), outcome, first_line(error), time.time()
                 )
             )
             raise
@@ -419,26 +384,14 @@ class GPUTask:
             self._last.wait_finished(ENDING_S)
         try:
             with argument_files().share() as share:
-                identity = self._plan.identity(args, kwargs, run.flow_name)
+                plan, runner = self._plan, self._runner
+                identity = plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(
-                    self._plan,
-                    run,
-                    identity,
-                    args,
-                    kwargs,
-                    share,
-                    self._place,
-                    self._standby,
+                    plan, run, identity, args, kwargs, share, self._place, self._standby
                 )
-                broker, book = self._runner.broker(), self._runner.book()
+                broker, book, report = runner.broker(), runner.book(), runner.report
                 self._last = body = BodyRun(
-                    call,
-                    self._climb,
-                    self._numbers,
-                    broker,
-                    self._launcher,
-                    book,
-                    self._runner.report,
+                    call, self._climb, self._numbers, broker, self._launcher, book, report
                 )
                 self._runner.begin(body)
                 try:

@@ -46,8 +46,8 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.runner.process_run import Done
-from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
@@ -56,6 +56,7 @@ from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
 from prefect_gpu.values import argument_files
+from tests.cases import cases
 
 PID = 77
 
@@ -241,12 +242,12 @@ def test_a_process_emits_its_placement_and_what_it_leaves_behind() -> None:
     assert scene.run.events[1].payload["leaked_bytes"] == GIB
 
 
-@pytest.mark.parametrize(
-    ("shortage", "outcome"),
-    [
-        pytest.param(None, "failed", id="an error"),
-        pytest.param(OutOfMemory("torch"), "oom", id="out of memory"),
-    ],
+@cases(
+    "shortage, outcome",
+    {
+        "an error": (None, "failed"),
+        "out of memory": (OutOfMemory("torch"), "oom"),
+    },
 )
 def test_a_body_that_raises_is_reported_with_the_last_line_of_its_traceback(
     shortage: OutOfMemory | None, outcome: str

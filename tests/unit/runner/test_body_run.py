@@ -24,11 +24,11 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers, Failed
 from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
 from prefect_gpu.runner.submission import BodyRun
-from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Climb, Evidence
@@ -160,17 +160,17 @@ class Scene:
         self.gate = ProbeGate()
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
+
+        def new_attempt(grant: Grant, number: int) -> FakeAttempt:
+            self.numbers.append(number)
+            self.attempts.append(FakeAttempt(grant, left.pop(0), late, foreign, self.closed))
+            return self.attempts[-1]
+
         broker = SimpleNamespace(
             kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
+            new_attempt=new_attempt,
         )
-
-        def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:
-            self.numbers.append(number)
-            attempt = FakeAttempt(grant, left.pop(0), late, foreign, self.closed)
-            self.attempts.append(attempt)
-            return attempt
-
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
         plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=None)
@@ -191,12 +191,20 @@ class Scene:
             SimpleNamespace(),  # type: ignore[arg-type]
             self.book,
             self.reports.append,
-            new_attempt,
         )
 
     @property
     def budgets(self) -> list[Any]:
         return [attempt.grant.memory for attempt in self.attempts]
+
+
+@pytest.fixture(autouse=True)
+def _attempts_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(call: Any, grant: Grant, number: int, broker: Any, launcher: Any) -> FakeAttempt:
+        made: FakeAttempt = broker.new_attempt(grant, number)
+        return made
+
+    monkeypatch.setattr(submission, "Attempt", make)
 
 
 def test_a_body_that_answers_has_one_process() -> None:
@@ -301,13 +309,6 @@ def test_a_crowded_device_is_tried_again() -> None:
     scene = Scene(device_full(), "done")
     assert scene.call.run() == "done"
     assert scene.reports[0].cause == "crowded"
-
-
-def test_a_process_that_cannot_be_made_leaves_no_claim() -> None:
-    scene = Scene(memory=None, allocation="growth")  # `make` finds nothing to make
-    with pytest.raises(IndexError):
-        scene.call.run()
-    assert scene.gate.claim([WHO.on(device().name)])
 
 
 def test_a_log_that_fails_leaves_no_claim() -> None:

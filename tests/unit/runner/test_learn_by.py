@@ -17,7 +17,7 @@ from pydantic import BaseModel, SecretStr
 
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.reports.history import history_artifact_key
-from prefect_gpu.runner.learn_by import (
+from prefect_gpu.runner.task_plan import (
     ACCEPTED,
     DEPTH_LIMIT,
     WORDS_LIMIT,
@@ -25,6 +25,7 @@ from prefect_gpu.runner.learn_by import (
     digest_values,
 )
 from prefect_gpu.scheduling.history import HistoryKey
+from tests.cases import cases
 
 
 class Size(enum.Enum):
@@ -70,19 +71,19 @@ def digest(value: Any) -> str:
     return digest_values(body, ["model"], {"model": value})
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        pytest.param(32, 32.0, id="a whole number however it is written"),
-        pytest.param(32, np.int64(32), id="a number of NumPy's"),
-        pytest.param(0.5, np.float64(0.5), id="a fraction of NumPy's"),
-        pytest.param("a", np.str_("a"), id="text of NumPy's"),
-        pytest.param("/data/a", Path("/data/a"), id="a path and its text"),
-        pytest.param([1, 2], (1, 2), id="a tuple and a list"),
-        pytest.param((1, 2), Pair(1, 2), id="a named tuple"),
-        pytest.param(Parts.HEAD | Parts.BODY, Parts(3), id="combined flags"),
-        pytest.param(float("nan"), float("nan"), id="no number"),
-    ],
+@cases(
+    "one, other",
+    {
+        "a whole number however it is written": (32, 32.0),
+        "a number of NumPy's": (32, np.int64(32)),
+        "a fraction of NumPy's": (0.5, np.float64(0.5)),
+        "text of NumPy's": ("a", np.str_("a")),
+        "a path and its text": ("/data/a", Path("/data/a")),
+        "a tuple and a list": ([1, 2], (1, 2)),
+        "a named tuple": ((1, 2), Pair(1, 2)),
+        "combined flags": (Parts.HEAD | Parts.BODY, Parts(3)),
+        "no number": (float("nan"), float("nan")),
+    },
 )
 def test_what_is_equal_shares_a_history(one: Any, other: Any) -> None:
     assert digest(one) == digest(other)

@@ -23,6 +23,7 @@ from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import device
 
 CALL: Any = SimpleNamespace(
@@ -73,7 +74,7 @@ def test_counters_that_ended_before_the_body_teach_nothing() -> None:
 
 def test_one_process_on_one_device_needs_no_table_of_processes() -> None:
     learned = record()
-    learned.add_start(5)
+    learned.pid = 5
     learned.add_processes([{5: GIB}])
     assert made_of(learned).processes == ()
 
@@ -282,14 +283,14 @@ def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None
     assert made_of(learned).peak_reserved_bytes is None
 
 
-@pytest.mark.parametrize(
-    ("used", "seen"),
-    [
-        pytest.param((), GIB, id="no framework: simulated devices"),
-        pytest.param(("torch",), GIB, id="PyTorch"),
-        pytest.param(("jax",), None, id="JAX frees before anybody looks"),
-        pytest.param(("torch", "tensorflow"), None, id="one of two"),
-    ],
+@cases(
+    "used, seen",
+    {
+        "no framework: simulated devices": ((), GIB),
+        "PyTorch": (("torch",), GIB),
+        "JAX frees before anybody looks": (("jax",), None),
+        "one of two": (("torch", "tensorflow"), None),
+    },
 )
 def test_steady_memory_is_reported_only_where_samples_can_see_it(
     used: tuple[str, ...], seen: int | None
@@ -356,12 +357,12 @@ def test_without_a_budget_to_keep_to_there_is_no_overshoot() -> None:
     assert watch(watched=False).add_reading(1.0, (9 * GIB, 9 * GIB)) is None
 
 
-@pytest.mark.parametrize(
-    ("counted", "peak_gib"),
-    [
-        pytest.param(True, 3, id="its counters plus the context stood in"),
-        pytest.param(False, 0, id="there are no counters"),
-    ],
+@cases(
+    "counted, peak_gib",
+    {
+        "its counters plus the context stood in": (True, 3),
+        "there are no counters": (False, 0),
+    },
 )
 def test_a_device_whose_figures_are_not_attributed_is_not_named_as_the_source(
     counted: bool, peak_gib: int

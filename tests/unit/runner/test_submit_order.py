@@ -10,7 +10,7 @@ import pytest
 from prefect.futures import PrefectConcurrentFuture
 
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.runner.submit_order import PATIENCE_S, Inputs, Place, SubmitOrder
+from prefect_gpu.runner.engine_threads import PATIENCE_S, Inputs, Place, SubmitOrder
 
 
 class Tasks:

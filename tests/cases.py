@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 
 
-def cases(names: str, rows: Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Run a test with each of `rows`, by id: values of the arguments in `names` ("budget, cause")."""
-    return pytest.mark.parametrize(names, rows.values(), ids=rows)
+def cases(names: str, rows: Mapping[str, Any], *defaults: Any) -> pytest.MarkDecorator:
+    """Run a test with each of `rows`, by id: values of the arguments in `names` ("budget, cause").
+
+    `defaults` are values of the last arguments, for rows that are shorter.
+    """
+    count, known = names.count(",") + 1, len(defaults)
+    values = list(rows.values())
+    if defaults:
+        values = [(*row, *defaults[known - count + len(row) :]) for row in values]
+    return pytest.mark.parametrize(names, values, ids=rows)

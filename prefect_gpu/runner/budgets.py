@@ -21,16 +21,8 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
 from prefect_gpu.runner.task_plan import TaskCall
-from prefect_gpu.scheduling.history import (
-    HistoryKey,
-    HistoryStore,
-    Lesson,
-    PastRun,
-    expected_s,
-    known_floor_bytes,
-    learn,
-    learned_context_bytes,
-)
+from prefect_gpu.scheduling import history
+from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, Lesson, PastRun
 from prefect_gpu.scheduling.model import Device, Memory, ModelBudgets
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import format_seconds
@@ -191,7 +183,7 @@ class BudgetBook:
             claims = gate.claim(unknown)
             if claims or len(unknown) < len(models):
                 # Another probe may have ended between lookup and claim.
-                if any(learn(self._runs(key)) is not None for key in claims):
+                if any(history.learn(self._runs(key)) is not None for key in claims):
                     gate.release(claims)
                     continue
                 usable = [n for n in models if lessons[n] is not None or identity.on(n) in claims]
@@ -222,7 +214,7 @@ class BudgetBook:
         key, run = identity.on(report.devices[0].name), past_run(report)
         # No call of the API here, on the thread that places all tasks.
         known = (*self._kept.get(key, ()), *self._recent.runs(key), run)
-        run = replace(run, floor_bytes=known_floor_bytes(known) or None)
+        run = replace(run, floor_bytes=history.known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
         if (lesson := _placeable(known)) is None:
@@ -301,19 +293,19 @@ def _from_lessons(
 
 
 def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:
-    found = ((name, learned_context_bytes(past)) for name, past in runs.items())
+    found = ((name, history.learned_context_bytes(past)) for name, past in runs.items())
     return {name: size for name, size in found if size is not None}
 
 
 def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
     """Return the expected seconds of a task on the slowest device model that it has run on."""
-    known = [seconds for past in runs.values() if (seconds := expected_s(past)) is not None]
+    known = [seconds for past in runs.values() if (seconds := history.expected_s(past)) is not None]
     return max(known, default=None)
 
 
 def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
     """Return the lesson of a history; a need above every completed probe's budget becomes a device to itself."""
-    lesson = learn(runs)
+    lesson = history.learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
     if lesson is not None and probes and lesson.need_bytes > max(probes) > 0:
         # Other programs may use the device permanently: a device to itself was enough.

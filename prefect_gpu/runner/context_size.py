@@ -19,25 +19,13 @@ from typing import Any
 
 from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket
+from prefect_gpu.frameworks import context as known_contexts
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
-from prefect_gpu.frameworks.context import (
-    ContextStore,
-    context_key,
-    fallback_context_bytes,
-    with_collectives,
-)
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import launch_spec
 from prefect_gpu.processes.interpreter import import_paths
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildRefused,
-    ChildStarted,
-    Launcher,
-    LaunchSpec,
-    ValueArrived,
-)
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Asked, Call, Prepare
 from prefect_gpu.scheduling.model import Device
@@ -56,7 +44,7 @@ READING_S = 5.0
 class ContextMeter:
     """Looks up contexts, or measures them in calibration children of a launcher. Safe to use from several threads."""
 
-    def __init__(self, store: ContextStore, launcher: Launcher) -> None:
+    def __init__(self, store: known_contexts.ContextStore, launcher: launch_spec.Launcher) -> None:
         self._store = store
         self._launcher = launcher
         self._lock = threading.Lock()
@@ -90,22 +78,29 @@ class ContextMeter:
             names = frameworks or tuple(known)
             return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
         missing = [
-            name for name in frameworks if self._store.get(context_key(name, device)) is None
+            name
+            for name in frameworks
+            if self._store.get(known_contexts.context_key(name, device)) is None
         ]
         measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
         contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:
             # Only the first run shows whether the task uses NCCL.
             least = min(policy.budget_bytes)
-            return {name: with_collectives(size, least) for name, size in contexts.items()}
+            return {
+                name: known_contexts.with_collectives(size, least)
+                for name, size in contexts.items()
+            }
         return contexts
 
     def known(self, device: Device) -> dict[str, int]:
         """Return the known context of every framework, or else a documented size."""
         contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
-            measured = self._store.get(context_key(name, device))
-            contexts[name] = fallback_context_bytes(name) if measured is None else measured
+            measured = self._store.get(known_contexts.context_key(name, device))
+            contexts[name] = (
+                known_contexts.fallback_context_bytes(name) if measured is None else measured
+            )
         return contexts
 
     def _measure(
@@ -117,7 +112,7 @@ class ContextMeter:
         ticket: Ticket,
     ) -> int:
         """Return an unknown context: from a calibration, or else a documented size."""
-        key = context_key(framework, device)
+        key = known_contexts.context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -128,7 +123,7 @@ class ContextMeter:
             try:
                 size = self._calibrate(framework, policy, broker, ticket)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
-                size = fallback_context_bytes(framework)
+                size = known_contexts.fallback_context_bytes(framework)
                 where, assumed = f"{framework} on {device.name}", format_bytes(size)
                 text = "the context of %s could not be measured (%s); %s is assumed"
                 logger.warning(text, where, error, assumed)
@@ -157,7 +152,7 @@ class ContextMeter:
         allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
         messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         handle = self._launcher.start(
-            LaunchSpec(
+            launch_spec.LaunchSpec(
                 task_name=f"calibrate-{framework}",
                 environment=child_environment(alone, registry.adapters_for(alone), os.environ),
                 prepare=Prepare(alone, allocation, 1.0),
@@ -178,7 +173,7 @@ class ContextMeter:
             ticket.on_measured = before
             handle.kill()
             try:
-                ended = ChildExited, ChildRefused
+                ended = launch_spec.ChildExited, launch_spec.ChildRefused
                 while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
                     pass
             finally:
@@ -208,25 +203,25 @@ class ContextMeter:
             except queues.Empty:
                 raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
             match message:
-                case ChildStarted(pid):
+                case launch_spec.ChildStarted(pid):
                     broker.attach(ticket, pid)
                 case Asked(_, arguments):
                     # No answer: the child holds its device until it is killed.
                     return int(arguments["reserved_bytes"])
-                case ValueArrived(data):
+                case launch_spec.ValueArrived(data):
                     raise values.loads(data, "exception")
-                case ChildRefused(error):
+                case launch_spec.ChildRefused(error):
                     messages.put(message)
                     raise error
-                case ChildExited(code, stderr_tail):
+                case launch_spec.ChildExited(code, stderr_tail):
                     messages.put(message)
                     raise RuntimeError(f"it ended with {code}: {stderr_tail[-500:]}")
 
 
-def context_meter(launcher: Launcher | None = None) -> ContextMeter:
+def context_meter(launcher: launch_spec.Launcher | None = None) -> ContextMeter:
     """Return this process's meter, or a new one for the launcher of a cluster; `None`: this machine."""
     if launcher is None:
         return PROCESS_RESOURCES.get(
-            ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())
+            ContextMeter, lambda: ContextMeter(known_contexts.ContextStore(), process_launcher())
         )
-    return ContextMeter(ContextStore(), launcher)
+    return ContextMeter(known_contexts.ContextStore(), launcher)

@@ -36,21 +36,10 @@ from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
+from prefect_gpu.runner import next_step as steps
 from prefect_gpu.runner.attempt import Attempt, NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.engine_threads import Place
-from prefect_gpu.runner.next_step import (
-    REFUSED_S,
-    AskAgain,
-    Ended,
-    History,
-    Memory,
-    Raise,
-    Retry,
-    Shortage,
-    Step,
-    next_step,
-)
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
@@ -176,8 +165,8 @@ class BodyRun:
         number, told_s = next(self._numbers), -math.inf
         while True:
             attempt = Attempt(self._call, grant, number, self._broker, self._launcher)
-            step: Step | None = None
-            short: Shortage | None = None
+            step: steps.Step | None = None
+            short: steps.Shortage | None = None
             goes_on = False
             began_s = time.monotonic()
             try:
@@ -194,26 +183,26 @@ class BodyRun:
                     whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                     ended = attempt.run()
                 except PlacementError as error:
-                    ended = Ended(ChildRefused(error), error, in_one_line(error))
+                    ended = steps.Ended(ChildRefused(error), error, in_one_line(error))
                 if isinstance(ended, Done):
                     return ended.value
-                history = History(
+                history = steps.History(
                     self._policy,
                     replace(self.climb, whole_device=attempt.whole_device),
                     self._memory(attempt, whole_bytes),
                     time.monotonic() - began_s,
                     out_of_memory,
                 )
-                step = next_step(ended, grant, history)
+                step = steps.next_step(ended, grant, history)
                 match step:
-                    case Raise(final, note, short):
+                    case steps.Raise(final, note, short):
                         if note is not None:
                             add_note(final, note)
                         raise final
-                    case Retry(_, warning, short):
+                    case steps.Retry(_, warning, short):
                         self._call.run.warn(warning)
                         out_of_memory = out_of_memory if short is None else ended.error
-                    case AskAgain(_, reason):
+                    case steps.AskAgain(_, reason):
                         if time.monotonic() - told_s >= TELL_S:
                             told_s = time.monotonic()
                             self._call.run.show_awaiting(reason)
@@ -230,7 +219,7 @@ class BodyRun:
                 self._book.gate.begin_end(over)
                 take = functools.partial(self._take_report, grant, not goes_on, over)
                 attempt.close(take, short)
-            if isinstance(step, Retry):
+            if isinstance(step, steps.Retry):
                 # Prefect shows the newest report: they must come in the order of the processes.
                 attempt.finished.wait(ENDING_S)
                 grant, number = step.grant, next(self._numbers)
@@ -238,8 +227,8 @@ class BodyRun:
                     self._probed, self.climb = frozenset(), short.rung.climb
                 continue
             # There was no process.
-            if isinstance(step, AskAgain):
-                self._over.wait(REFUSED_S)
+            if isinstance(step, steps.AskAgain):
+                self._over.wait(steps.REFUSED_S)
                 grant = step.grant
             with self._lock:
                 self._attempts.remove(attempt)
@@ -269,7 +258,7 @@ class BodyRun:
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
-    def _memory(self, attempt: Attempt, whole_bytes: int) -> Memory | None:
+    def _memory(self, attempt: Attempt, whole_bytes: int) -> steps.Memory | None:
         """Return the facts about a process's out-of-memory."""
         evidence, policy = attempt.evidence(), self._policy
         if evidence is None:
@@ -277,7 +266,7 @@ class BodyRun:
         capacities = self._broker.capacities(policy.devices, policy.nodes)
         capacity = _most_of_each(capacities, policy.count)
         alike = len({device.name for device in capacities}) == 1
-        return Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
+        return steps.Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
 
     def _take_report(
         self, grant: Grant, release: bool, ended: frozenset[HistoryKey], report: TaskReport | None

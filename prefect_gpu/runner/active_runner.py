@@ -415,7 +415,13 @@ class ActiveRunner:
         Raises:
             DeviceError: The devices cannot be opened.
         """
-        broker = self._find_broker()
+        given = self._configuration
+        if given.address:
+            broker = self._open_cluster().broker
+        else:
+            folder = read_settings().ledger
+            key = "broker", given, folder
+            broker = PROCESS_RESOURCES.get(key, lambda: _make_broker(given, folder))
         with self._lock:
             watched, self._watched = self._watched, broker
         if watched is not broker:
@@ -425,13 +431,6 @@ class ActiveRunner:
     def _emit_set_aside(self, device: Device, why: str) -> None:
         if self._around is not None:
             flow_run.emit_device_event(set_aside_event(device, why), self._around)
-
-    def _find_broker(self) -> Broker:
-        given = self._configuration
-        if given.address:
-            return self._open_cluster().broker
-        folder = read_settings().ledger
-        return PROCESS_RESOURCES.get(("broker", given, folder), lambda: _make_broker(given, folder))
 
     def cluster_launcher(self) -> Launcher | None:
         """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
@@ -450,12 +449,6 @@ class ActiveRunner:
                     self._no_cluster = error
                     raise
             return self._cluster
-
-    def _close_cluster(self) -> None:
-        with self._cluster_lock:
-            opened, self._cluster = self._cluster, None
-        if opened is not None:
-            opened.close()
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without delaying the caller."""
@@ -542,7 +535,10 @@ class ActiveRunner:
             self._leave_view()
             if self._watched is not None:
                 self._watched.unwatch_faults(self._emit_set_aside)
-            self._close_cluster()
+            with self._cluster_lock:
+                opened, self._cluster = self._cluster, None
+            if opened is not None:
+                opened.close()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
 

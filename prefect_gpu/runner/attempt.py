@@ -47,7 +47,7 @@ from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.run_log import conclude, ended_line, first_line, in_one_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Evidence
-from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.suspended import lost_tasks
@@ -63,15 +63,7 @@ class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
 
 
 class Attempt:
-    """One process of one task run. For the engine's thread, unless a method says otherwise.
-
-    Args:
-        call: The call of the body that it runs.
-        grant: Its budget.
-        number: Number of the process in its task run, from 1.
-        broker: Reserves devices.
-        launcher: Starts processes.
-    """
+    """One process of one task run, with its number there, from 1. For the engine's thread, unless a method says otherwise."""
 
     def __init__(
         self, call: TaskCall, grant: Grant, number: int, broker: Broker, launcher: Launcher
@@ -266,7 +258,10 @@ class Attempt:
             queued_s,
             watched=self._broker.kind != "host" and (policy.memory is not None or not alone),
         )
-        self._allocation = self._choose_allocation()
+        # A known budget is the frameworks' cap.
+        self._allocation = "growth" if self.whole_device else "limit"
+        if "allocation" in policy.stated or not policy.caching:
+            self._allocation = policy.allocation
         memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in placement.devices),
             None if self._allocation == "growth" else placement.budget_bytes,
@@ -275,7 +270,7 @@ class Attempt:
             self._call, self._broker, ticket, self._record, memory, self._inbox.put, self._cancelled
         )
         if self.shares:
-            ticket.on_short = self._listener.end_for_others
+            ticket.on_short = self._end_for_others
             # On a cluster the node would have to agree, and it does not know first runs.
             local = not self._broker.reader.remote
             ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
@@ -291,17 +286,13 @@ class Attempt:
             self._run.warn(f"gpu:preemptible has no effect: {why}")
         return kind in MOVED_KINDS
 
+    def _end_for_others(self, device: Device) -> None:
+        self._inbox.put(process_run.EndedForOthers(device.label))
+
     @property
     def _source(self) -> BudgetSource:
         """Source of its budget. A task with a known need on one device model may probe on another."""
         return "probe" if self.shares else self._grant.source
-
-    def _choose_allocation(self) -> AllocationMode:
-        """Return the frameworks' use of the budget: a known budget is their cap."""
-        policy = self._policy
-        if "allocation" in policy.stated or not policy.caching:
-            return policy.allocation
-        return "growth" if self.whole_device else "limit"
 
     def _prepare(
         self, ticket: Ticket, placement: Placement, record: ProcessRecord, memory: ProcessMemory
@@ -475,10 +466,8 @@ class Attempt:
     ) -> None:
         """Note that the engine's thread is done with the process.
 
-        Args:
-            take_report: Called with the report, or `None` if there was no process: now, or on the broker's thread once
-                nothing of the process is left.
-            shortage: Its out-of-memory, and the next budget; `None`: no out-of-memory.
+        `take_report` is called with the report, or `None` if there was no process: now, or on the broker's thread once
+        nothing of the process is left. `shortage` has its out-of-memory and the next budget; `None`: no out-of-memory.
         """
         if shortage is not None:
             self._verdict = replace(

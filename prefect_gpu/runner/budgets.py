@@ -130,10 +130,7 @@ PROCESS_RUNS = MemoryHistory()
 class BudgetBook:
     """Chooses the budgets of one runner's tasks, and keeps their processes' needs. Safe to use from several threads.
 
-    Args:
-        store: Keeps runs beyond this process.
-        gate: Histories with a probe.
-        recent: Runs of this process.
+    `store` keeps runs beyond this process, `recent` those of this process; `gate` has the histories with a probe.
     """
 
     def __init__(

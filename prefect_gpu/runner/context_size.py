@@ -58,14 +58,11 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> dict[str, int]:
-        """Return the context of each framework on NVIDIA devices in bytes, which a task's caps leave free.
+        """Return the context of each framework on the first device of a ticket in bytes, which a task's caps leave free.
 
-        Args:
-            frameworks: Used by the task; empty: not known. For others the size is the known or a documented one.
-            learned_bytes: Context of the task's own processes on such a device; `None`: not measured.
-            policy: Of the task, without contexts.
-            broker: Reads the device.
-            ticket: Of the placed task. Its first device counts.
+        If the task's `frameworks` are not known (empty), and for other ones, it is the known or a documented size.
+        `learned_bytes` is the context of the task's own processes there; `None`: not measured. `policy` is that of the
+        task, without contexts.
         """
         assert ticket.placement is not None
         device = ticket.placement.devices[0]

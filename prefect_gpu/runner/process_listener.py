@@ -29,7 +29,6 @@ from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.run_log import first_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
-from prefect_gpu.scheduling.model import Device
 from prefect_gpu.suspension.suspended import Suspender
 
 #: Questions of a child that are answered on the engine's thread: they may be about its flow run, and pickling a
@@ -43,14 +42,8 @@ _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
 class ProcessListener:
     """Receives the messages of one placed child process.
 
-    Args:
-        call: The call of the body that the process runs.
-        broker: Broker of its devices.
-        ticket: Ticket of its request.
-        record: Collects its facts.
-        memory: Its memory at the reader of its devices.
-        tell: Puts a message into the inbox of the engine's thread.
-        cancelled: Set when the flow run ends.
+    `memory` is its memory at the reader of its devices. `tell` puts a message into the inbox of the engine's thread.
+    `cancelled` is set when the flow run ends.
     """
 
     def __init__(
@@ -113,10 +106,6 @@ class ProcessListener:
         """Kill a cancelled process that has sent its value: it may hang at its exit."""
         if self._record.value_arrived and self._cancelled.is_set() and self._handle is not None:
             self._handle.kill()
-
-    def end_for_others(self, device: Device) -> None:
-        """End the process to free memory on a device for other first runs."""
-        self._tell(process_run.EndedForOthers(device.label))
 
     # The launcher's thread.
 

@@ -43,12 +43,8 @@ class ProcessRecord:
     """Facts about one process from its placement on. Safe to use from several threads.
 
     The broker's thread adds readings, the launcher's thread messages of the process, the engine's thread caps.
-
-    Args:
-        placement: Of the process.
-        placed_s: Monotonic seconds of the placement.
-        queued_s: Seconds of waiting before it.
-        watched: The process has a budget to keep to: `add_reading` returns an overshoot.
+    `placed_s` are monotonic seconds, `queued_s` the seconds of waiting before. `watched`: the process has a budget to keep
+    to, and `add_reading` returns an overshoot.
     """
 
     def __init__(
@@ -119,12 +115,10 @@ class ProcessRecord:
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
     ) -> tuple[int, int] | None:
-        """Record a reading of its devices. Return the first overshoot as bytes and budget, otherwise `None`.
+        """Record a reading of its devices, at `at_s` monotonic seconds. Return the first overshoot as bytes and budget.
 
-        Args:
-            at_s: Monotonic seconds.
-            sizes_bytes: Bytes of the whole process on each device, in the placement's order.
-            live_bytes: Allocated bytes, if the devices know them (simulated ones do).
+        `sizes_bytes` are of the whole process on each device, in the placement's order. `live_bytes` are allocated, if the
+        devices know it (simulated ones do).
         """
         total = sum(sizes_bytes)
         with self._lock:
@@ -217,19 +211,12 @@ class ProcessRecord:
         shared_with: tuple[str, ...] = (),
         capacity_bytes: int | None = None,
     ) -> TaskReport:
-        """Return the report, once nothing is left of the process.
+        """Return the report of a call's process, once nothing is left of the process.
 
-        Args:
-            call: The call of the body that it ran.
-            kind: Of its devices.
-            number: Number of the process in its task run, from 1.
-            budget_source: Of its budget.
-            frameworks: From the tags; empty: the frameworks that it used.
-            verdict: How it ended.
-            leaked_bytes: Bytes that were not freed; `None`: not known.
-            gone_s: Monotonic seconds of its end; `None`: now.
-            shared_with: Names of tasks on its devices meanwhile.
-            capacity_bytes: Largest possible budget on each device; `None`: not known.
+        `number` is its number in its task run, from 1. `frameworks` are those of the tags; empty: the frameworks that it
+        used. `leaked_bytes` were not freed; `None`: not known. `gone_s` are monotonic seconds of its end; `None`: now.
+        `shared_with` names tasks on its devices meanwhile. `capacity_bytes` is the largest possible budget on each device;
+        `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -272,7 +259,10 @@ class ProcessRecord:
                 samples=series.samples,
                 sample_count=series.count,
                 source=source,
-                marks=self._placed_marks(started_s),
+                marks=tuple(
+                    replace(m, at_s=m.at_s + started_s - self._placed_s)
+                    for m in self._marks.marks()
+                ),
                 metrics=self._metrics,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
                 cap_bytes=self.cap_bytes,
@@ -314,32 +304,24 @@ class ProcessRecord:
             return steps
         return replace(steps, steady_live_bytes=None)
 
-    def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
-        """Return the marks with times since the placement."""
-        before_s = started_s - self._placed_s
-        return tuple(replace(m, at_s=m.at_s + before_s) for m in self._marks.marks())
-
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         """Return the process's peak, its context, and the source of the peak."""
-        peak, context, source = self._estimate(kind, peak_reserved)
+        peak = self._series.peak_process_bytes or 0
+        source: Source = kind
+        seen = self._context.seen_bytes if kind == "nvml" else self._assumed_context_bytes()
+        context = self._unseen_context_bytes(peak, peak_reserved) if seen is None else seen
+        if kind != "nvml":
+            # The child knows peaks of its resident set that no reading shows.
+            peak = max(peak, self._own_peak_bytes)
+        elif peak_reserved is not None and self._counted and peak < peak_reserved:
+            # No reading shows the peak, or the device does not attribute memory to processes.
+            peak, source = peak_reserved + context, "framework"
+        elif not all(device.attributed for device in self._placement.devices):
+            # Without attribution the peak is from its own counters.
+            source = "framework"
         # An assumed context may be larger than the real one.
         total = sum(device.total_bytes for device in self._placement.devices)
         return min(peak, total), min(context, total), source
-
-    def _estimate(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
-        peak = self._series.peak_process_bytes or 0
-        if kind != "nvml":
-            # The child knows peaks of its resident set that no reading shows.
-            return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
-        context = self._context.seen_bytes
-        if context is None:
-            context = self._unseen_context_bytes(peak, peak_reserved)
-        if peak_reserved is None or not self._counted or peak >= peak_reserved:
-            # Without attribution the peak is from its own counters.
-            attributed = all(device.attributed for device in self._placement.devices)
-            return peak, context, kind if attributed else "framework"
-        # No reading shows the peak, or the device does not attribute memory to processes.
-        return peak_reserved + context, context, "framework"
 
     def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
         """Estimate the context where no reading can be compared with the allocators' memory."""

@@ -56,15 +56,10 @@ def placed_line(
 ) -> str:
     """Return where a process runs, its memory, and the reason for its budget.
 
-    Args:
-        placement: Its devices.
-        grant: Its requested budget.
-        identity: The history that it uses.
-        whole: It has all free memory of its devices.
-        waited_s: Seconds that the task run waited for it.
+    `whole`: it has all free memory of its devices. The task run waited `waited_s` seconds for it.
     """
     shares = any(r.probe for r in placement.reservations)
-    where = ", ".join(device.label for device in placement.devices)
+    on = ", ".join(device.label for device in placement.devices)
     budget = format_bytes(min(placement.budget_bytes))
     budget += " on each" if len(placement.devices) > 1 else ""
     if grant.after_oom:
@@ -72,23 +67,19 @@ def placed_line(
     elif grant.source == "tag":
         why = "from its tag gpu:memory"
     elif (runs := grant.learned_runs.get(placement.devices[0].name)) and not shares:
-        why = _learned_words(runs, identity)
+        where = "outside a flow" if identity.flow_name is None else "in this flow"
+        equal = "equal gpu:learn_by values" if identity.learn_by else ""
+        chosen = identity.learn_by_words or equal
+        why = f"learned from {runs} {'run' if runs == 1 else 'runs'} of this task {where}"
+        why += f" with {chosen}" if chosen else ""
     else:
         why = "no earlier run has shown what it needs"
         why += f"; {grant.alone_because}" if grant.alone_because else ""
-    how = f"alone on {where} with all that is free, " if whole else f"on {where} with a budget of "
+    how = f"alone on {on} with all that is free, " if whole else f"on {on} with a budget of "
     if shares:
-        how = f"on {where}, where other first runs may be, with at most "
+        how = f"on {on}, where other first runs may be, with at most "
     waited = f" after {format_seconds(waited_s)}" if waited_s >= LEAST_WAIT_S else ""
     return f"Placed{waited} {how}{budget} ({why})"
-
-
-def _learned_words(runs: int, identity: HistoryKey) -> str:
-    """Return the text about the runs that a budget was learned from, chosen by `HistoryKey`."""
-    count = "1 run" if runs == 1 else f"{runs} runs"
-    where = "outside a flow" if identity.flow_name is None else "in this flow"
-    values = identity.learn_by_words or ("equal gpu:learn_by values" if identity.learn_by else "")
-    return f"learned from {count} of this task {where}{f' with {values}' if values else ''}"
 
 
 def ended_line(report: TaskReport) -> str:
@@ -202,9 +193,14 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
         tasks.setdefault(report.task_name, []).append(report)
     longest = sorted(tasks.values(), key=lambda group: -sum(r.run_s for r in group))
     peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
+    held = [
+        f"{device.label}: these tasks held at most {format_bytes(size)} of {format_bytes(device.total_bytes)}"
+        for device, size in peaks
+        if size
+    ]
     parts = (
         ([_task_line(group) for group in longest], "tasks"),
-        ([_device_line(device, size) for device, size in peaks if size], "devices"),
+        (held, "devices"),
         (list(_tag_lines(task_tags(reports))), "tags to change"),
     )
     lines = [f"GPU task runs: {', '.join(counts)}"]
@@ -231,11 +227,6 @@ def _peak_words(report: TaskReport) -> str:
         return "no device memory seen"
     peak, budget = format_bytes(report.peak_process_bytes), format_bytes(report.budget_total_bytes)
     return f"at most {peak} of {budget}"
-
-
-def _device_line(device: Device, peak_bytes: int) -> str:
-    memory = f"{format_bytes(peak_bytes)} of {format_bytes(device.total_bytes)}"
-    return f"{device.label}: these tasks held at most {memory}"
 
 
 def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:

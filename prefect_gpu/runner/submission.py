@@ -22,12 +22,7 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_engine import (
-    CancelledByRunner,
-    add_note,
-    run_engine,
-    with_body,
-)
+from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, run_engine, with_body
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import PlacementError
@@ -59,14 +54,8 @@ ENDING_S = 10.0
 class BodyRun:
     """Runs the body for one call by Prefect's engine.
 
-    Args:
-        call: The call.
-        climb: Budget increases in earlier calls for the same task run.
-        numbers: Numbers of the task run's processes.
-        broker: Broker of the runner's devices.
-        launcher: Starts the processes.
-        book: Chooses their budgets.
-        report: Takes the report of each process, from any thread.
+    `climb` has the budget increases in earlier calls for the same task run, `numbers` the numbers of the task run's
+    processes. `report` takes the report of each process, from any thread.
     """
 
     def __init__(
@@ -299,12 +288,8 @@ if TYPE_CHECKING:
 class GPUTask:
     """One submitted GPU task.
 
-    Args:
-        runner: The runner to which it was submitted.
-        task: As submitted.
-        plan: Its plan; or an error in its tags or function, which fails the task run.
-        place: In the order of `submit`.
-        submitted_at: The user's line that submitted it.
+    Instead of a plan it may have an error in its tags or function, which fails the task run. `submitted_at` is the user's
+    line that submitted it.
     """
 
     def __init__(

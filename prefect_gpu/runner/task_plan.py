@@ -306,12 +306,10 @@ def _name_of(function: Callable[..., Any]) -> str:
 def digest_values(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> str:
-    """Return the digest of some arguments of a call: `DIGEST_CHARS` hexadecimal characters.
+    """Return the digest of some arguments of a call to a task's function: `DIGEST_CHARS` hexadecimal characters.
 
-    Args:
-        function: The task's own function.
-        names: Parameters in `gpu:learn_by`, or keys of a `**kwargs`, in any order.
-        arguments: Bound to the parameters by name, with defaults.
+    `names` are parameters in `gpu:learn_by`, or keys of a `**kwargs`, in any order. `arguments` are bound to the
+    parameters by name, with defaults.
 
     Raises:
         PolicyError: The function has no such parameter, or the type of an argument is not accepted.

@@ -161,11 +161,7 @@ class Backfill:
     """
 
     def __init__(
-        self,
-        board: Board,
-        statuses: Mapping[str, BlockedStatus],
-        patience: Patience,
-        now_s: float,
+        self, board: Board, statuses: Mapping[str, BlockedStatus], patience: Patience, now_s: float
     ) -> None:
         self._board = board
         self._before = statuses
@@ -181,10 +177,9 @@ class Backfill:
         self.statuses: dict[str, BlockedStatus] = {}
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a later request may have a device of `kept`; the device has free memory for it."""
-        kept = self.kept[at]
-        if kept is None:
-            return False
+        """Return whether a later request may have a device, which has free memory for it."""
+        if (kept := self.kept.get(at)) is None:
+            return at not in self.kept
         if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
             return True
         state = self._board.states[at]

@@ -300,7 +300,9 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
     context = max((run.context_bytes for run in measured), default=0)
     need = max((_need_bytes(run, context, 1.0) for run in measured), default=0)
     for run in past:
-        if run.cause == "own_cap" and _was_limited(run):
+        # A run with a whole device says nothing of smaller budgets.
+        limited = run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
+        if run.cause == "own_cap" and limited:
             factor, least = OOM_FACTOR, run.wanted_bytes or 0
             if run.budget_bytes >= need:
                 # Steady memory was too little; the whole memory of a completed run was enough for that run.
@@ -313,19 +315,9 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
         next_bytes = max(next_bytes, int(run.budget_bytes * factor), least)
     if not too_small:
         return 0
-    enough = [
-        run.budget_bytes
-        for run in completed
-        if run.cap_bytes is not None
-        and run.budget_bytes > too_small
-        and not _pinched(run, completed)
-    ]
+    capped = [r for r in completed if r.cap_bytes is not None and r.budget_bytes > too_small]
+    enough = [run.budget_bytes for run in capped if not _pinched(run, completed)]
     return min([*enough, next_bytes])
-
-
-def _was_limited(run: PastRun) -> bool:
-    """Return whether a run's budget limited it: a run with a whole device says nothing of smaller budgets."""
-    return run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:

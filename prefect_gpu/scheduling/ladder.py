@@ -98,9 +98,8 @@ def classify(evidence: Evidence) -> Cause:
 def _needs_more_than_its_budget(evidence: Evidence, wanted_bytes: int) -> bool:
     if evidence.cap_bytes is not None and evidence.held_bytes is not None:
         return evidence.held_bytes + wanted_bytes > evidence.cap_bytes
-    if evidence.process_bytes is not None:
-        return evidence.process_bytes + wanted_bytes > evidence.budget_bytes
-    return False
+    held = evidence.process_bytes
+    return held is not None and held + wanted_bytes > evidence.budget_bytes
 
 
 def needed_bytes(evidence: Evidence) -> int | None:
@@ -237,13 +236,10 @@ def last_words(
 
 def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, alike: bool, reason: str) -> Rung:
     again = replace(climb, processes=climb.processes + 1)
-    if budget_bytes >= capacity_bytes:
-        whole = replace(again, whole_device=alike)
-        if not alike:
-            # Any whole device may be a small one.
-            whole = replace(whole, reached_bytes=capacity_bytes)
-        return Rung(
-            whole, None if alike else capacity_bytes, f"{reason}; it gets a device to itself"
-        )
-    again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
-    return Rung(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")
+    if budget_bytes < capacity_bytes:
+        again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
+        return Rung(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")
+    # Among devices of several models, any whole device may be a small one.
+    again = replace(again, whole_device=alike)
+    again = again if alike else replace(again, reached_bytes=capacity_bytes)
+    return Rung(again, None if alike else capacity_bytes, f"{reason}; it gets a device to itself")

@@ -45,10 +45,10 @@ class Board:
     """All devices in one scheduling pass. A board is made anew for each pass, and placements are booked on it.
 
     Devices that can take another task are sorted by free memory, so that choosing costs little however many there are.
-    A device is identified by its position in `states`.
+    A device is identified by its position in `states`, which are from one reading.
 
     Args:
-        states: All devices, from one reading.
+        states: All devices.
         style: `spread` prefers the device with most free memory: on large devices tasks slow each other down
             long before memory runs out. `pack` prefers the one with least.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
@@ -166,53 +166,49 @@ class Board:
         self,
         request: Request,
         named: Named | None = None,
-        kept: Container[int] = (),
-        allows: Allows = lambda at, request: False,
+        allows: Allows = lambda at, request: True,
     ) -> list[int] | None:
         """Choose devices that can hold a request now, busy devices only if the others are too few; `None`: it must wait.
 
         All are of one node, if possible of one with a ready standby. Of several such nodes it is the one whose last
         device is preferred: a task on several devices is as slow as the one where it shares most.
 
-        The request has passed `check_possible`. `allows` decides whether it may have a device of `kept`.
+        The request has passed `check_possible`.
         """
         if named is not None:
-            return self._choose_named(request, named, kept, allows)
+            return self._choose_named(request, named, allows)
         if ready := self._standbys.get(request.standby):
             for orders in (self._open[:1], self._open):
                 for nodes in (ready, None):
-                    if chosen := self._first_of_one_node(request, orders, kept, allows, nodes):
+                    if chosen := self._first_of_one_node(request, orders, allows, nodes):
                         return chosen
             return None
-        return self._first_of_one_node(request, self._open, kept, allows)
+        return self._first_of_one_node(request, self._open, allows)
 
     def _first_of_one_node(
         self,
         request: Request,
         orders: Iterable[Sequence[tuple[int, int]]],
-        kept: Container[int],
         allows: Allows,
         nodes: Container[str] | None = None,
     ) -> list[int] | None:
         """Return the first devices of sorted lists that fit and are of one node (of `nodes`), as many as requested."""
         by_node: dict[str, list[int]] = {}
         for order in orders:
-            for at in self._prefer(request, order, kept, allows, nodes):
+            for at in self._prefer(request, order, allows, nodes):
                 on_node = by_node.setdefault(self.states[at].device.host, [])
                 on_node.append(at)
                 if len(on_node) == request.count:
                     return on_node
         return None
 
-    def _choose_named(
-        self, request: Request, named: Named, kept: Container[int], allows: Allows
-    ) -> list[int] | None:
+    def _choose_named(self, request: Request, named: Named, allows: Allows) -> list[int] | None:
         """Choose among named devices: the first in the tag's order, the preferred one among devices of one name."""
         ready = self._standbys.get(request.standby, ())
         #: By node: rank and position of each device.
         by_node: dict[str, list[tuple[bool, int, bool, int, int]]] = {}
         for at, place in named.items():
-            if (at in kept and not allows(at, request)) or not self.fits(request, at):
+            if not allows(at, request) or not self.fits(request, at):
                 continue
             state = self.states[at]
             left = state.room_bytes - (need_bytes(request, state) or 0)
@@ -264,21 +260,18 @@ class Board:
             )
             reservations.append(reservation)
             self._book(at, reservation)
-        self._take_standby(request, self.states[chosen[0]].device.host)
+        # A ready standby that the request takes is not ready for the next one.
+        node, ready = self.states[chosen[0]].device.host, self._standbys.get(request.standby, {})
+        if node in ready:
+            ready[node] -= 1
+            if not ready[node]:
+                del ready[node]
         return Placement(
             request.id,
             tuple(self.states[at].snapshot.device for at in chosen),
             tuple(reservation.reserved_bytes for reservation in reservations),
             tuple(reservations),
         )
-
-    def _take_standby(self, request: Request, node: str) -> None:
-        """Count one ready standby less on a node: a placed request takes it."""
-        ready = self._standbys.get(request.standby, {})
-        if node in ready:
-            ready[node] -= 1
-            if not ready[node]:
-                del ready[node]
 
     def _book(self, at: int, reservation: Reservation) -> None:
         state = self.states[at]
@@ -294,7 +287,6 @@ class Board:
         self,
         request: Request,
         order: Sequence[tuple[int, int]],
-        kept: Container[int],
         allows: Allows,
         nodes: Container[str] | None,
     ) -> Iterator[int]:
@@ -306,7 +298,7 @@ class Board:
         for key, at in order[first:] if first else order:
             if self._sign < 0 and -key < least:
                 break
-            if at in kept and not allows(at, request):
+            if not allows(at, request):
                 continue
             state = self.states[at]
             if nodes is not None and state.device.host not in nodes:
@@ -357,8 +349,14 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
 
 def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[DeviceState, int]]:
     """Return the devices that a request may use, each with the position of its name in the tag."""
+    there = dict.fromkeys(state.device.host for state in states)
+    for name in request.nodes:
+        if name not in there:
+            raise PlacementError(
+                f"gpu:node={name} names no node of this runner; accepted: {_join(there)}"
+            )
     if request.nodes:
-        states = _on_nodes(request, states)
+        states = [state for state in states if state.device.host in request.nodes]
     if not request.devices:
         return [(state, 0) for state in states]
     chosen: dict[DeviceKey, tuple[DeviceState, int]] = {}
@@ -376,17 +374,6 @@ def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[Devic
                 )
             chosen[match.device.key] = match, place
     return list(chosen.values())
-
-
-def _on_nodes(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
-    """Return the devices of the nodes that a request names."""
-    there = dict.fromkeys(state.device.host for state in states)
-    for name in request.nodes:
-        if name not in there:
-            raise PlacementError(
-                f"gpu:node={name} names no node of this runner; accepted: {_join(there)}"
-            )
-    return [state for state in states if state.device.host in request.nodes]
 
 
 def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:

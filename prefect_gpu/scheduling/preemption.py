@@ -116,15 +116,10 @@ def plan(
     it. The first request without a plan, and each suspended task that waits for its return, keep the devices where they
     are expected to start soonest from the plans of later requests.
 
-    Args:
-        blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
-        states: All devices after the placements of the pass.
-        running: Tasks that hold devices, by request id.
-        host_room_bytes: By `Device.host`: the machine's own bytes that processes could use now, less the bytes still to
-            come of tasks that are resumed while their memory is on its way out.
-        now_s: Monotonic seconds.
-        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        refuses: Returns whether no process may start for a request on a node now.
+    `blocked` has the requests of all brokers that wait after a scheduling pass, in the order of the queue; `states` are the
+    devices after it. `host_room_bytes` has the machine's own bytes that processes could use now, less the bytes still to
+    come of tasks that are resumed while their memory is on its way out. `max_tasks` is the most tasks on a device at a
+    time; `None`: as many as fit. `refuses` returns whether no process may start for a request on a node now.
     """
     asked = {task.suspended_for for task in running.values() if task.suspended_for}
     if not asked and not any(task.preemptible for task in running.values()):

@@ -164,8 +164,7 @@ class ClusterState:
 
     def refuses(self, request: Request, node: str) -> bool:
         """Return whether no process may start for a request on a node now."""
-        of_node = self.nodes.get(node)
-        return self.full or (of_node is not None and of_node.refuses(request))
+        return self.full or (node in self.nodes and self.nodes[node].refuses(request))
 
     def after(self, request: Request) -> ClusterState:
         """Return the state with one more process of this broker, if the request is its own."""
@@ -173,10 +172,7 @@ class ClusterState:
 
 
 class _NodeLimits:
-    """Refusals by the host limits of nodes in one scheduling pass.
-
-    `allows` and `in` replace those of the backfill when `Board.choose` asks.
-    """
+    """Refusals by the host limits of nodes in one scheduling pass, beside those of the backfill."""
 
     def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
         self._board = board
@@ -188,10 +184,6 @@ class _NodeLimits:
         self._short: set[str] = set()
         board.close(self._closed)
 
-    def __contains__(self, at: object) -> bool:
-        # `allows` is asked for every device.
-        return True
-
     def allows(self, at: int, request: Request) -> bool:
         """Return whether a request may have a device, device memory aside."""
         node = self._board.states[at].device.host
@@ -201,22 +193,21 @@ class _NodeLimits:
         if of_node is not None and of_node.refuses(request):
             self._short.add(node)
             return False
-        return self._by_backfill(at, request)
-
-    def _by_backfill(self, at: int, request: Request) -> bool:
-        return at not in self._backfill.kept or self._backfill.allows(at, request)
+        return self._backfill.allows(at, request)
 
     def choose(self, request: Request, named: Named | None) -> list[int] | None:
         """Choose devices for a request on a node with host resources for it."""
         self._short.clear()
-        return self._board.choose(request, named, self, self.allows)
+        return self._board.choose(request, named, self.allows)
 
     def close_for(self, request: Request, named: Named | None) -> bool:
         """Close one node after a `choose` without result; return whether only the node's own memory was missing."""
         board = self._board
         for node in sorted(self._short, key=lambda name: (-self._nodes[name].left_bytes, name)):
             there = board.nodes[node] if named is None else named.keys() & set(board.nodes[node])
-            fit = (at for at in there if self._by_backfill(at, request) and board.fits(request, at))
+            fit = (
+                at for at in there if self._backfill.allows(at, request) and board.fits(request, at)
+            )
             if sum(1 for _ in fit) >= request.count:
                 self._close(node)
                 return True
@@ -310,7 +301,7 @@ def decide(
             if backfill.all_drain:
                 break
             if limits is None:
-                chosen = board.choose(request, named, backfill.kept, backfill.allows)
+                chosen = board.choose(request, named, backfill.allows)
             else:
                 chosen = limits.choose(request, named)
                 if chosen is None and limits.close_for(request, named):

@@ -99,9 +99,7 @@ def test_a_tag_is_a_budget_and_the_history_corrects_its_context(books: Books) ->
     assert books.grant(memory=0.4) == Grant(0.4, "tag", {MODEL: 600 * MIB})
 
 
-def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(
-    books: Books,
-) -> None:
+def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(books: Books) -> None:
     book = books.book()
     probe = books.grant(book)
     assert probe is not None

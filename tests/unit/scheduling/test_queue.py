@@ -181,9 +181,7 @@ added = st.builds(
 
 
 @given(st.lists(st.tuples(added, st.integers(0, 20)), max_size=40))
-def test_a_queue_keeps_its_order_as_requests_come_and_go(
-    steps: list[tuple[Request, int]],
-) -> None:
+def test_a_queue_keeps_its_order_as_requests_come_and_go(steps: list[tuple[Request, int]]) -> None:
     queue = RequestQueue()
     waiting: list[Request] = []
     for each, chosen in steps:

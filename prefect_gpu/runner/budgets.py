@@ -22,7 +22,7 @@ from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling import history
-from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, Lesson, PastRun
+from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, PastRun
 from prefect_gpu.scheduling.model import Device, Memory, ModelBudgets
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import format_seconds
@@ -260,7 +260,7 @@ class BudgetBook:
 
 def _from_lessons(
     call: TaskCall,
-    lessons: Mapping[str, Lesson | None],
+    lessons: Mapping[str, LearnedBudget | None],
     claims: frozenset[HistoryKey],
     capacity_bytes: Mapping[str, int],
     avoid: bool,
@@ -300,7 +300,7 @@ def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
     return max(known, default=None)
 
 
-def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
+def _placeable(runs: Sequence[PastRun]) -> LearnedBudget | None:
     """Return the lesson of a history; a need above every completed probe's budget becomes a device to itself."""
     lesson = history.learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]

@@ -4,7 +4,7 @@ Each GPU task has a thread, which ends with the task. A `ThreadPoolExecutor` wou
 that maps two thousand tasks. The number of threads has no bound: waiting tasks could use up all threads, and none could
 run. The broker limits the processes. `RunnerThreads` runs tasks without a `gpu` tag.
 
-Engine threads reach their bodies in any order. A task run takes its `Place` at `submit`; before it requests a budget or
+Engine threads reach their bodies in any order. A task run takes its `SubmitTicket` at `submit`; before it requests a budget or
 a device, it waits for task runs in front that are about to make a request, tens of milliseconds later. A task run that
 waits for its inputs or for another's first run delays no other. The order of requests is in `scheduling`.
 
@@ -105,11 +105,11 @@ class SubmitOrder:
         #: Guards `places` and the attributes of each.
         self.lock = threading.Lock()
         #: Sorted by number.
-        self.places: list[Place] = []
+        self.places: list[SubmitTicket] = []
 
-    def add(self, number: int, waits: Callable[[], bool] = lambda: False) -> Place:
+    def add(self, number: int, waits: Callable[[], bool] = lambda: False) -> SubmitTicket:
         """Return the place `number` for a task run. `waits` returns whether its inputs are open; it must not block."""
-        place = Place(self, number, waits)
+        place = SubmitTicket(self, number, waits)
         with self.lock:
             place.insert()
         return place
@@ -119,12 +119,12 @@ class SubmitOrder:
         if (first := self.first_waiting()) is not None and first.turn is not None:
             first.turn.notify()
 
-    def first_waiting(self) -> Place | None:
+    def first_waiting(self) -> SubmitTicket | None:
         """Return the first task run that waits for its turn, under the lock; `None`: no task run waits."""
         return next((each for each in self.places if each.turn is not None), None)
 
 
-class Place:
+class SubmitTicket:
     """The place of one task run, from `SubmitOrder.add`. For the task run's own thread."""
 
     def __init__(self, order: SubmitOrder, number: int, waits: Callable[[], bool]) -> None:
@@ -171,7 +171,7 @@ class Place:
                 self._order.places.remove(self)
                 self._order.wake_first()
 
-    def _in_front(self) -> list[Place]:
+    def _in_front(self) -> list[SubmitTicket]:
         return self._order.places[: self._order.places.index(self)]
 
 

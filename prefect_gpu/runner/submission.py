@@ -34,12 +34,12 @@ from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner import next_step as steps
 from prefect_gpu.runner.attempt import Attempt, NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import Place
+from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb
+from prefect_gpu.scheduling.ladder import OomHistory
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
 
@@ -61,7 +61,7 @@ class BodyRun:
     def __init__(
         self,
         call: TaskCall,
-        climb: Climb,
+        climb: OomHistory,
         numbers: Iterator[int],
         broker: Broker,
         launcher: Launcher,
@@ -297,7 +297,7 @@ class GPUTask:
         runner: ActiveRunner,
         task: Task[..., Any],
         plan: TaskPlan | Exception,
-        place: Place,
+        place: SubmitTicket,
         submitted_at: CallingLine | None,
     ) -> None:
         self._runner = runner
@@ -307,7 +307,7 @@ class GPUTask:
         self._submitted_at = submitted_at
         # One count for all calls of the body: Prefect's retries are further calls.
         self._numbers = itertools.count(1)
-        self._climb = Climb()
+        self._climb = OomHistory()
         #: The last call of the body.
         self._last: BodyRun | None = None
         #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.

@@ -56,7 +56,7 @@ from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy, why_alone
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.reports.markup import clean_name, is_secret
-from prefect_gpu.runner.engine_threads import Place
+from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
@@ -219,7 +219,7 @@ class TaskCall:
     #: Keeps the memory files of the arguments.
     share: Share
     #: Its place among task runs that have not requested a device yet.
-    place: Place
+    place: SubmitTicket
     #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     standby: str = ""
 

@@ -154,7 +154,7 @@ class HistoryStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class LearnedBudget:
     """The next budget of a task, as its history suggests."""
 
     #: Bytes to reserve on each device, the context included. Never more than a device could give at the last run.
@@ -173,7 +173,7 @@ class Lesson:
     need_bytes: int = 0
 
 
-def learn(runs: Iterable[PastRun]) -> Lesson | None:
+def learn(runs: Iterable[PastRun]) -> LearnedBudget | None:
     """Return the next budget from all runs of one key; `None`: no completed run has its memory measured."""
     past = tuple(runs)
     completed = [run for run in past if run.outcome == "completed" and _is_measured(run)]
@@ -184,7 +184,7 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
     growth = _growth(completed) if floor else 1.0
     need = max(_need_bytes(run, context, growth) for run in completed)
     need_bytes = _round(max(need, floor))
-    return Lesson(
+    return LearnedBudget(
         _bounded(need_bytes, past),
         context,
         len(completed),

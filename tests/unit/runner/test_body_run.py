@@ -31,7 +31,7 @@ from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.ladder import Evidence, OomHistory
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
@@ -140,7 +140,7 @@ class Scene:
         *ends: Any,
         late: bool = False,
         foreign: int = 0,
-        climb: Climb | None = None,
+        climb: OomHistory | None = None,
         probe_fraction: float = 0.0,
         **asks: Any,
     ) -> None:
@@ -179,7 +179,7 @@ class Scene:
         )
         self.call = BodyRun(
             call,
-            climb or Climb(),
+            climb or OomHistory(),
             itertools.count(1),
             broker,  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
@@ -322,7 +322,7 @@ def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
 
 
 def test_a_retry_begins_at_the_rung_that_was_reached() -> None:
-    scene = Scene(own_cap(), "done", climb=Climb(processes=2, reached_bytes=6 * GIB))
+    scene = Scene(own_cap(), "done", climb=OomHistory(processes=2, reached_bytes=6 * GIB))
     assert scene.call.run() == "done"
     assert scene.budgets == [6 * GIB, 9 * GIB]
 

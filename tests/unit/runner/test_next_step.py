@@ -28,12 +28,12 @@ from prefect_gpu.runner.next_step import (
     Step,
     next_step,
 )
-from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.ladder import Evidence, OomHistory
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 GRANT = Grant(2 * GIB, "tag", waited_s=5.0, probe_fraction=0.5)
-HISTORY = History(GPUPolicy(), Climb(), None, since_s=1.0)
+HISTORY = History(GPUPolicy(), OomHistory(), None, since_s=1.0)
 EVIDENCE = Evidence(2 * GIB, 2 * GIB, 0, GIB // 2, GIB, 2 * GIB, 20 * GIB, says_own_cap=True)
 MEMORY = Memory(EVIDENCE, 24 * GIB, 0, True, "nvml")
 FULL, FIRST = RuntimeError("no room"), RuntimeError("the first time")
@@ -132,6 +132,6 @@ def test_oom_fail_ends_the_task_run_and_says_what_to_write() -> None:
 
 
 def test_the_last_rung_is_the_end() -> None:
-    climbed = replace(HISTORY, climb=Climb(processes=5), memory=MEMORY)
+    climbed = replace(HISTORY, climb=OomHistory(processes=5), memory=MEMORY)
     end = step(run.OutOfMemory(FULL), climbed)
     assert isinstance(end, Raise) and end.note is not None and "5 processes" in end.note

@@ -15,13 +15,13 @@ from prefect_gpu.scheduling.ladder import (
     REMEDIES,
     WANTED_FACTOR,
     Cause,
-    Climb,
     Evidence,
-    Rung,
+    NextAttempt,
+    OomHistory,
     classify,
     last_words,
     needed_bytes,
-    next_rung,
+    next_attempt,
 )
 from prefect_gpu.units import GIB, MIB
 from tests.cases import cases
@@ -143,10 +143,10 @@ def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -
     },
 )
 def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
-    rung = next_rung(Climb(), "own_cap", seen(**changes), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes == budget_bytes
+    rung = next_attempt(OomHistory(), "own_cap", seen(**changes), CAPACITY)
+    assert isinstance(rung, NextAttempt) and rung.budget_bytes == budget_bytes
     whole = budget_bytes is None
-    assert rung.climb == Climb(2, whole_device=whole, reached_bytes=rung.budget_bytes or 0)
+    assert rung.climb == OomHistory(2, whole_device=whole, reached_bytes=rung.budget_bytes or 0)
     assert "6GiB" in rung.reason or "60GiB" in rung.reason
 
 
@@ -162,25 +162,27 @@ def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | 
 def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
     whole_gib: int, given_gib: int | None
 ) -> None:
-    own = next_rung(Climb(), "own_cap", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(own, Rung)
+    own = next_attempt(OomHistory(), "own_cap", seen(), CAPACITY, whole_gib * GIB)
+    assert isinstance(own, NextAttempt)
     assert own.budget_bytes == (None if given_gib is None else given_gib * GIB)
-    shared = next_rung(Climb(), "crowded", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(shared, Rung) and shared.budget_bytes == 6 * GIB
+    shared = next_attempt(OomHistory(), "crowded", seen(), CAPACITY, whole_gib * GIB)
+    assert isinstance(shared, NextAttempt) and shared.budget_bytes == 6 * GIB
 
 
 def test_among_devices_that_differ_a_whole_device_is_the_largest() -> None:
-    climb = Climb(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
-    rung = next_rung(climb, "own_cap", seen(), CAPACITY, alike=False)
-    assert isinstance(rung, Rung) and rung.budget_bytes == CAPACITY
-    assert rung.climb == Climb(MOST_PROCESSES, reached_bytes=CAPACITY)
-    answer = next_rung(Climb(2), "own_cap", seen(budget_bytes=CAPACITY), CAPACITY, alike=False)
+    climb = OomHistory(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
+    rung = next_attempt(climb, "own_cap", seen(), CAPACITY, alike=False)
+    assert isinstance(rung, NextAttempt) and rung.budget_bytes == CAPACITY
+    assert rung.climb == OomHistory(MOST_PROCESSES, reached_bytes=CAPACITY)
+    answer = next_attempt(
+        OomHistory(2), "own_cap", seen(budget_bytes=CAPACITY), CAPACITY, alike=False
+    )
     assert isinstance(answer, str) and answer.startswith("a whole device was not enough")
 
 
 def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
-    climb = Climb(processes=2, whole_device=True)
-    answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
+    climb = OomHistory(processes=2, whole_device=True)
+    answer = next_attempt(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
     assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
 
 
@@ -189,7 +191,7 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     {
         "more would have helped": (
             "own_cap",
-            Rung(Climb(2), 6 * GIB, ""),
+            NextAttempt(OomHistory(2), 6 * GIB, ""),
             (
                 "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
                 "it runs again by itself"
@@ -197,7 +199,7 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
         ),
         "a whole device would have helped": (
             "own_cap",
-            Rung(Climb(2), None, ""),
+            NextAttempt(OomHistory(2), None, ""),
             (
                 "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
                 "it runs again by itself"
@@ -205,7 +207,7 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
         ),
         "others took the memory": (
             "foreign",
-            Rung(Climb(2), 4 * GIB, ""),
+            NextAttempt(OomHistory(2), 4 * GIB, ""),
             (
                 "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
                 f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself"
@@ -216,69 +218,77 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
         "not a matter of devices": ("host", "no help", "no help"),
     },
 )
-def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
+def test_the_end_says_why_and_what_to_write(
+    cause: Cause, rung: NextAttempt | str, words: str
+) -> None:
     assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
 
 
 def test_a_tag_that_was_not_found_on_a_gpu_says_so() -> None:
-    said = last_words("own_cap", seen(), Rung(Climb(2), 6 * GIB, ""), CAPACITY, "simulated")
+    said = last_words(
+        "own_cap", seen(), NextAttempt(OomHistory(2), 6 * GIB, ""), CAPACITY, "simulated"
+    )
     assert "write gpu:memory=6GiB (simulated devices only); without" in said
 
 
 def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
     # 7.86 GiB, which reads as 7.9.
     capacity = int(7.86 * GIB)
-    rung = Rung(Climb(2, reached_bytes=capacity - 1), capacity - 1, "")
+    rung = NextAttempt(OomHistory(2, reached_bytes=capacity - 1), capacity - 1, "")
     assert "write gpu:memory=100%;" in last_words("own_cap", seen(), rung, capacity, "nvml")
     assert "write gpu:memory=7.9GiB;" in last_words("own_cap", seen(), rung, 8 * GIB, "nvml")
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
-    climb = Climb()
+    climb = OomHistory()
     given: list[int | None] = []
     for cause in ("crowded", "foreign", "crowded"):
-        rung = next_rung(climb, cause, seen(), CAPACITY)
-        assert isinstance(rung, Rung)
+        rung = next_attempt(climb, cause, seen(), CAPACITY)
+        assert isinstance(rung, NextAttempt)
         given.append(rung.budget_bytes)
         climb = rung.climb
     assert given == [6 * GIB, 6 * GIB, None]
-    assert climb == Climb(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
-    end = next_rung(climb, "foreign", seen(), CAPACITY)
+    assert climb == OomHistory(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
+    end = next_attempt(climb, "foreign", seen(), CAPACITY)
     assert isinstance(end, str) and "ran full 4 times though the task was within its 6GiB" in end
 
 
 def test_its_own_fault_in_between_begins_the_count_anew() -> None:
-    rung = next_rung(Climb(processes=2, shared=2), "own_cap", seen(), CAPACITY)
-    assert isinstance(rung, Rung) and rung.climb.shared == 0
+    rung = next_attempt(OomHistory(processes=2, shared=2), "own_cap", seen(), CAPACITY)
+    assert isinstance(rung, NextAttempt) and rung.climb.shared == 0
 
 
 def test_a_probe_displaced_by_other_programs_gets_another_whole_device() -> None:
     # Its first process had a whole device; others filled it once.
-    rung = next_rung(Climb(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes is None
-    assert rung.climb == Climb(processes=2, shared=1, whole_device=True)
+    rung = next_attempt(
+        OomHistory(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY
+    )
+    assert isinstance(rung, NextAttempt) and rung.budget_bytes is None
+    assert rung.climb == OomHistory(processes=2, shared=1, whole_device=True)
 
 
 @pytest.mark.parametrize("cause", ["host", "unknown"])
 def test_what_no_device_memory_can_help_never_climbs(cause: Cause) -> None:
-    assert next_rung(Climb(), cause, seen(), CAPACITY) == (
+    assert next_attempt(OomHistory(), cause, seen(), CAPACITY) == (
         f"more memory of a device does not help ({cause})"
     )
 
 
 def test_the_reason_names_the_processes_that_filled_the_device() -> None:
-    foreign = next_rung(Climb(), "foreign", seen(), CAPACITY)
-    crowded = next_rung(Climb(), "crowded", seen(), CAPACITY)
-    assert isinstance(foreign, Rung) and foreign.reason.startswith("other people's processes")
-    assert isinstance(crowded, Rung) and crowded.reason.startswith("tasks beside it")
+    foreign = next_attempt(OomHistory(), "foreign", seen(), CAPACITY)
+    crowded = next_attempt(OomHistory(), "crowded", seen(), CAPACITY)
+    assert isinstance(foreign, NextAttempt) and foreign.reason.startswith(
+        "other people's processes"
+    )
+    assert isinstance(crowded, NextAttempt) and crowded.reason.startswith("tasks beside it")
 
 
 def test_the_last_process_has_a_whole_device() -> None:
     """A body that needs much more than was learned, and takes it in small pieces, reaches it."""
-    climb, budget, given = Climb(), GIB, []
+    climb, budget, given = OomHistory(), GIB, []
     while not climb.whole_device:
-        rung = next_rung(climb, "own_cap", seen(budget_bytes=budget, wanted_bytes=MIB), CAPACITY)
-        assert isinstance(rung, Rung)
+        rung = next_attempt(climb, "own_cap", seen(budget_bytes=budget, wanted_bytes=MIB), CAPACITY)
+        assert isinstance(rung, NextAttempt)
         climb = rung.climb
         given.append(budget := rung.budget_bytes or CAPACITY)
     assert climb.processes == MOST_PROCESSES
@@ -286,7 +296,7 @@ def test_the_last_process_has_a_whole_device() -> None:
 
 
 def test_the_fifth_process_is_the_last() -> None:
-    answer = next_rung(Climb(processes=5), "own_cap", seen(), CAPACITY)
+    answer = next_attempt(OomHistory(processes=5), "own_cap", seen(), CAPACITY)
     assert answer == (
         "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"
     )
@@ -300,11 +310,11 @@ def test_the_fifth_process_is_the_last() -> None:
 def test_a_climb_ends_and_never_goes_down(
     failures: list[tuple[Cause, Evidence]], capacity_bytes: int, whole_device: bool
 ) -> None:
-    climb = Climb(whole_device=whole_device)
+    climb = OomHistory(whole_device=whole_device)
     budget = min(failures[0][1].budget_bytes, capacity_bytes)
     shared = 0
     for cause, evidence in failures:
-        answer = next_rung(climb, cause, replace(evidence, budget_bytes=budget), capacity_bytes)
+        answer = next_attempt(climb, cause, replace(evidence, budget_bytes=budget), capacity_bytes)
         if isinstance(answer, str):
             return
         assert cause == "own_cap" or cause in SHARED
@@ -334,15 +344,15 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
     )
     needed = needed_bytes(first)
     assert needed == int(3.5 * GIB)
-    rung = next_rung(Climb(), cause, first, CAPACITY)
-    assert isinstance(rung, Rung)
+    rung = next_attempt(OomHistory(), cause, first, CAPACITY)
+    assert isinstance(rung, NextAttempt)
     assert rung.budget_bytes == int(needed * WANTED_FACTOR)
-    assert rung.climb == Climb(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
+    assert rung.climb == OomHistory(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
     # Its error has said what one allocation wanted, not what came after it.
     assert rung.budget_bytes is not None
     second = seen(budget_bytes=rung.budget_bytes)
-    whole = next_rung(rung.climb, "own_cap", second, CAPACITY)
-    assert isinstance(whole, Rung)
+    whole = next_attempt(rung.climb, "own_cap", second, CAPACITY)
+    assert isinstance(whole, NextAttempt)
     assert (whole.budget_bytes, whole.climb.from_error) == (None, False)
 
 
@@ -357,5 +367,5 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
 def test_a_first_run_beside_others_gets_a_whole_device_if_its_error_does_not_help(
     changes: dict[str, Any],
 ) -> None:
-    rung = next_rung(Climb(), "own_cap", seen(shared_probe=True, **changes), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes is None and not rung.climb.from_error
+    rung = next_attempt(OomHistory(), "own_cap", seen(shared_probe=True, **changes), CAPACITY)
+    assert isinstance(rung, NextAttempt) and rung.budget_bytes is None and not rung.climb.from_error

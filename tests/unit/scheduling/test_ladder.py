@@ -186,41 +186,30 @@ def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
     assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
 
 
+AGAIN = "; without gpu:oom=fail it runs again by itself"
+NEEDED = "it would have needed 5GiB in all"
+FILLED = f"other people's processes filled the device though it was within its 4GiB; {NEEDED}"
+
+
 @cases(
-    "cause, rung, words",
+    "cause, given, words",
     {
         "more would have helped": (
-            "own_cap",
-            NextAttempt(OomHistory(2), 6 * GIB, ""),
-            (
-                "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
-                "it runs again by itself"
-            ),
+            *("own_cap", 6 * GIB, f"4GiB were not enough; {NEEDED}: write gpu:memory=6GiB{AGAIN}"),
         ),
         "a whole device would have helped": (
-            "own_cap",
-            NextAttempt(OomHistory(2), None, ""),
-            (
-                "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
-                "it runs again by itself"
-            ),
+            *("own_cap", None, f"4GiB were not enough; {NEEDED}: write gpu:memory=100%{AGAIN}"),
         ),
-        "others took the memory": (
-            "foreign",
-            NextAttempt(OomHistory(2), 4 * GIB, ""),
-            (
-                "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
-                f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself"
-            ),
-        ),
+        "others took it": ("foreign", 4 * GIB, f"{FILLED}: {REMEDIES['foreign']}{AGAIN}"),
         "no device is enough": ("own_cap", "that is all", f"that is all: {REMEDIES['own_cap']}"),
         "tasks beside it": ("crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}"),
         "not a matter of devices": ("host", "no help", "no help"),
     },
 )
 def test_the_end_says_why_and_what_to_write(
-    cause: Cause, rung: NextAttempt | str, words: str
+    cause: Cause, given: int | str | None, words: str
 ) -> None:
+    rung = given if isinstance(given, str) else NextAttempt(OomHistory(2), given, "")
     assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
 
 

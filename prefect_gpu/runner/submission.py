@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import Task
@@ -51,39 +51,32 @@ TELL_S = 30.0
 ENDING_S = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class BodyRun:
     """Runs the body for one call by Prefect's engine.
 
-    `climb` has the budget increases in earlier calls for the same task run, `numbers` the numbers of the task run's
-    processes. `report` takes the report of each process, from any thread.
+    `climb` begins with the budget increases in earlier calls for the same task run. `_numbers` are the numbers of the task
+    run's processes. `_report` takes the report of each process, from any thread.
     """
 
-    def __init__(
-        self,
-        call: TaskCall,
-        climb: OomHistory,
-        numbers: Iterator[int],
-        broker: Broker,
-        launcher: Launcher,
-        book: BudgetBook,
-        report: Callable[[TaskReport], None],
-    ) -> None:
-        self._call = call
-        self._policy = call.plan.policy
-        #: Budget increases so far.
-        self.climb = climb
-        self._numbers = numbers
-        self._broker = broker
-        self._launcher = launcher
-        self._book = book
-        self._report = report
-        self._lock = threading.Lock()
-        self._cancelled = False
-        #: Attempts in order; at most `ladder.MOST_PROCESSES`.
-        self._attempts: list[Attempt] = []
-        self._over = threading.Event()
-        #: Histories for which its process probes beside other tasks.
-        self._probed: frozenset[HistoryKey] = frozenset()
+    _call: TaskCall
+    #: Budget increases so far.
+    climb: OomHistory
+    _numbers: Iterator[int]
+    _broker: Broker
+    _launcher: Launcher
+    _book: BudgetBook
+    _report: Callable[[TaskReport], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    #: Attempts in order; at most `ladder.MOST_PROCESSES`.
+    _attempts: list[Attempt] = field(default_factory=list, init=False)
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
+    #: Histories for which its process probes beside other tasks.
+    _probed: frozenset[HistoryKey] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        self._policy = self._call.plan.policy
 
     def cancel(self) -> None:
         """End the run in any state, from any thread; `run` then raises `CancelledByRunner`."""
@@ -285,6 +278,7 @@ if TYPE_CHECKING:
     from prefect_gpu.runner.active_runner import ActiveRunner
 
 
+@dataclass(eq=False, repr=False)
 class GPUTask:
     """One submitted GPU task.
 
@@ -292,28 +286,20 @@ class GPUTask:
     line that submitted it.
     """
 
-    def __init__(
-        self,
-        runner: ActiveRunner,
-        task: Task[..., Any],
-        plan: TaskPlan | Exception,
-        place: SubmitTicket,
-        submitted_at: CallingLine | None,
-    ) -> None:
-        self._runner = runner
-        self._task = task
-        self._plan = plan
-        self._place = place
-        self._submitted_at = submitted_at
-        # One count for all calls of the body: Prefect's retries are further calls.
-        self._numbers = itertools.count(1)
-        self._climb = OomHistory()
-        #: The last call of the body.
-        self._last: BodyRun | None = None
-        #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
-        self._launcher: Launcher = process_launcher()
-        #: Kind of matching standbys on the nodes of a cluster; empty: none match.
-        self._standby = ""
+    _runner: ActiveRunner
+    _task: Task[..., Any]
+    _plan: TaskPlan | Exception
+    _place: SubmitTicket
+    _submitted_at: CallingLine | None
+    #: One count for all calls of the body: Prefect's retries are further calls.
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _climb: OomHistory = field(default=OomHistory(), init=False)
+    #: The last call of the body.
+    _last: BodyRun | None = field(default=None, init=False)
+    #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
+    _launcher: Launcher = field(default_factory=process_launcher, init=False)
+    #: Kind of matching standbys on the nodes of a cluster; empty: none match.
+    _standby: str = field(default="", init=False)
 
     def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
         """Run Prefect's engine to the task's final state, on a thread of its own. See `run_engine`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
@@ -154,27 +154,23 @@ class _Passable(NamedTuple):
     unknown: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Backfill:
-    """Limits that the blocked requests of one scheduling pass set to later ones.
+    """Limits that the blocked requests of one scheduling pass set to later ones."""
 
-    `statuses` has the statuses of blocked requests before the pass, by id.
-    """
-
-    def __init__(
-        self, board: Board, statuses: Mapping[str, BlockedStatus], patience: Patience, now_s: float
-    ) -> None:
-        self._board = board
-        self._before = statuses
-        self._patience = patience
-        self._now_s = now_s
-        #: Kept devices by position; `None`: the device drains. Not used while all drain.
-        self.kept: dict[int, _Kept | None] = {}
-        #: Whether all devices drain, so that no later request can start.
-        self.all_drain = False
-        self._passable: list[_Passable] = []
-        self._blocked = 0
-        #: Statuses of blocked requests that this pass has changed, by id.
-        self.statuses: dict[str, BlockedStatus] = {}
+    _board: Board
+    #: Statuses of blocked requests before the pass, by id.
+    _before: Mapping[str, BlockedStatus]
+    _patience: Patience
+    _now_s: float
+    #: Kept devices by position; `None`: the device drains. Not used while all drain.
+    kept: dict[int, _Kept | None] = field(default_factory=dict)
+    #: Whether all devices drain, so that no later request can start.
+    all_drain: bool = False
+    #: Statuses of blocked requests that this pass has changed, by id.
+    statuses: dict[str, BlockedStatus] = field(default_factory=dict)
+    _passable: list[_Passable] = field(default_factory=list)
+    _blocked: int = 0
 
     def allows(self, at: int, request: Request) -> bool:
         """Return whether a later request may have a device, which has free memory for it."""

@@ -81,34 +81,21 @@ histories = st.lists(past_runs(), max_size=20)
 
 
 @given(histories)
-def test_nothing_is_learned_until_a_run_has_completed(runs: list[PastRun]) -> None:
+def test_what_holds_of_every_learned_budget(runs: list[PastRun]) -> None:
     lesson = learn(runs)
+    assert learn(reversed(runs)) == lesson
     completed = [r for r in runs if r.outcome == "completed"]
     assert (lesson is None) == (not completed)
-    if lesson is not None:
-        assert lesson.runs == len(completed)
-
-
-@given(histories)
-def test_a_budget_is_a_round_number_above_the_floor_and_never_nothing(runs: list[PastRun]) -> None:
-    if (lesson := learn(runs)) is not None:
-        assert lesson.budget_bytes >= max(lesson.floor_bytes, LIVE_MARGIN_BYTES)
-        assert lesson.budget_bytes % ROUND_BYTES == 0
-
-
-@given(histories)
-def test_a_budget_holds_every_completed_run_and_the_largest_context(runs: list[PastRun]) -> None:
-    if (lesson := learn(runs)) is None:
+    if lesson is None:
         return
-    for r in runs:
-        if r.outcome != "completed":
-            continue
+    assert lesson.runs == len(completed)
+    assert lesson.budget_bytes >= max(lesson.floor_bytes, LIVE_MARGIN_BYTES)
+    assert lesson.budget_bytes % ROUND_BYTES == 0
+    for r in completed:
         live = r.live_bytes if r.steady_live_bytes is None else r.steady_live_bytes
         assert lesson.context_bytes >= r.context_bytes
-        if live is None:
-            assert lesson.budget_bytes >= r.process_bytes
-        else:
-            assert lesson.budget_bytes >= live + LIVE_MARGIN_BYTES + lesson.context_bytes
+        least = None if live is None else live + LIVE_MARGIN_BYTES + lesson.context_bytes
+        assert lesson.budget_bytes >= (r.process_bytes if least is None else least)
 
 
 @given(histories, past_runs(), st.integers(0, 64 * GIB))
@@ -136,11 +123,6 @@ def test_running_into_its_own_cap_always_raises_the_next_budget(
     lesson = learn([oom(0, budget_bytes=budget_bytes), *runs])
     if lesson is not None:
         assert lesson.budget_bytes > budget_bytes
-
-
-@given(histories)
-def test_the_order_of_runs_teaches_nothing(runs: list[PastRun]) -> None:
-    assert learn(reversed(runs)) == learn(runs)
 
 
 @cases(
@@ -328,15 +310,11 @@ def test_a_third_run_that_needs_as_much_more_fits_after_the_second_ran_out() -> 
     assert third and third.budget_bytes - third.context_bytes > gib(16)
 
 
-def test_a_slow_run_with_nothing_roomier_to_compare_did_not_pinch() -> None:
+def test_what_pinched_is_seen_by_roomier_runs_only() -> None:
     lesson = learn([run(1, 4, alloc_retries=9, step_s=2.0), run(1, 3, step_s=1.0)])
-    assert lesson and lesson.floor_bytes == 0
-
-
-def test_a_pinched_run_does_not_prove_its_budget() -> None:
-    slow = run(1, 8, alloc_retries=9, step_s=2.0)
-    lesson = learn([slow, oom(6), probe(1, step_s=1.0)])
-    assert lesson and lesson.floor_bytes == 10 * GIB
+    assert lesson and lesson.floor_bytes == 0, "no run was roomier"
+    lesson = learn([run(1, 8, alloc_retries=9, step_s=2.0), oom(6), probe(1, step_s=1.0)])
+    assert lesson and lesson.floor_bytes == 10 * GIB, "a pinched run does not prove its budget"
 
 
 def test_a_context_is_the_largest_of_the_completed_runs() -> None:

@@ -132,22 +132,53 @@ def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -
     assert needed_bytes(evidence) == (None if needed_gib is None else needed_gib * GIB)
 
 
+def following(before: OomHistory, cause: Cause, *limits: Any, **changes: Any) -> NextAttempt:
+    """The next attempt, which there must be; `changes` of `seen`."""
+    answer = next_attempt(before, cause, seen(**changes), CAPACITY, *limits)
+    assert isinstance(answer, NextAttempt)
+    return answer
+
+
 @cases(
-    "changes, budget_bytes",
+    "cause, changes, budget_gib, before, after",
     {
-        "half as much again": ({"wanted_bytes": None}, 9 * GIB),
-        "half as much again is more than it wanted": ({}, 9 * GIB),
-        "what it wanted and a tenth": ({"wanted_bytes": 16 * GIB}, 22 * GIB),
-        "a whole device, if there is no more": ({"wanted_bytes": 100 * GIB}, None),
-        "nearly a whole device is a whole one": ({"budget_bytes": 60 * GIB}, None),
+        "half as much again": ("own_cap", {"wanted_bytes": None}, 9),
+        "half as much again is more than it wanted": ("own_cap", {}, 9),
+        "what it wanted and a tenth": ("own_cap", {"wanted_bytes": 16 * GIB}, 22),
+        "a whole device, if there is no more": ("own_cap", {"wanted_bytes": 100 * GIB}, None),
+        "nearly a whole device is a whole one": ("own_cap", {"budget_bytes": 60 * GIB}, None),
+        "its own fault begins the count of others anew": (
+            "own_cap",
+            {},
+            9,
+            OomHistory(2, shared=2),
+        ),
+        "others' fault: the same again": ("foreign", {}, 6, OomHistory(), {"shared": 1}),
+        "a full device: the same again": ("crowded", {}, 6, OomHistory(3), {"shared": 1}),
+        # Its first process had a whole device; others filled it once.
+        "a probe displaced by other programs gets another whole device": (
+            *("foreign", {"budget_bytes": 70 * GIB}, None, OomHistory(whole_device=True)),
+            {"shared": 1},
+        ),
     },
+    *(OomHistory(), {}),
 )
-def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
-    rung = next_attempt(OomHistory(), "own_cap", seen(**changes), CAPACITY)
-    assert isinstance(rung, NextAttempt) and rung.budget_bytes == budget_bytes
-    whole = budget_bytes is None
-    assert rung.climb == OomHistory(2, whole_device=whole, reached_bytes=rung.budget_bytes or 0)
-    assert "6GiB" in rung.reason or "60GiB" in rung.reason
+def test_what_the_next_process_gets(
+    cause: Cause,
+    changes: dict[str, Any],
+    budget_gib: int | None,
+    before: OomHistory,
+    after: dict[str, int],
+) -> None:
+    budget = None if budget_gib is None else budget_gib * GIB
+    found = following(before, cause, **changes)
+    history = OomHistory(before.processes + 1, whole_device=budget is None, **after)
+    assert (found.budget_bytes, found.climb) == (
+        *(budget, replace(history, reached_bytes=budget or 0)),
+    )
+    who = {"foreign": "other people's processes", "crowded": "tasks beside it"}
+    asked = changes.get("budget_bytes", 6 * GIB) // GIB
+    assert found.reason.startswith(who.get(cause, f"{asked}GiB were not enough"))
 
 
 @cases(
@@ -162,28 +193,32 @@ def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | 
 def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
     whole_gib: int, given_gib: int | None
 ) -> None:
-    own = next_attempt(OomHistory(), "own_cap", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(own, NextAttempt)
+    own = following(OomHistory(), "own_cap", whole_gib * GIB)
     assert own.budget_bytes == (None if given_gib is None else given_gib * GIB)
-    shared = next_attempt(OomHistory(), "crowded", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(shared, NextAttempt) and shared.budget_bytes == 6 * GIB
+    assert following(OomHistory(), "crowded", whole_gib * GIB).budget_bytes == 6 * GIB
 
 
 def test_among_devices_that_differ_a_whole_device_is_the_largest() -> None:
     climb = OomHistory(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
-    rung = next_attempt(climb, "own_cap", seen(), CAPACITY, alike=False)
-    assert isinstance(rung, NextAttempt) and rung.budget_bytes == CAPACITY
-    assert rung.climb == OomHistory(MOST_PROCESSES, reached_bytes=CAPACITY)
-    answer = next_attempt(
-        OomHistory(2), "own_cap", seen(budget_bytes=CAPACITY), CAPACITY, alike=False
-    )
-    assert isinstance(answer, str) and answer.startswith("a whole device was not enough")
+    found = following(climb, "own_cap", 0, False)
+    assert found.budget_bytes == CAPACITY
+    assert found.climb == OomHistory(MOST_PROCESSES, reached_bytes=CAPACITY)
 
 
-def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
-    climb = OomHistory(processes=2, whole_device=True)
-    answer = next_attempt(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
-    assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
+@cases(
+    "before, cause, budget, alike, says",
+    {
+        "a whole device": (OomHistory(2, 0, True), "own_cap", 80, True, "a whole device was not enough, 80GiB; it would have needed 5GiB in all"),
+        "the largest of several": (OomHistory(2), "own_cap", 80, False, "a whole device was not enough, 80GiB; it would have needed 5GiB in all"),
+        "the fifth process": (OomHistory(5), "own_cap", 6, True, "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"),
+        "the machine's own memory": (OomHistory(), "host", 6, True, "more memory of a device does not help (host)"),
+        "an unknown cause": (OomHistory(), "unknown", 6, True, "more memory of a device does not help (unknown)"),
+    },
+)  # fmt: skip
+def test_after_which_process_none_follows(
+    before: OomHistory, cause: Cause, budget: int, alike: bool, says: str
+) -> None:
+    assert next_attempt(before, cause, seen(budget_bytes=budget * GIB), CAPACITY, 0, alike) == says
 
 
 AGAIN = "; without gpu:oom=fail it runs again by itself"
@@ -214,9 +249,8 @@ def test_the_end_says_why_and_what_to_write(
 
 
 def test_a_tag_that_was_not_found_on_a_gpu_says_so() -> None:
-    said = last_words(
-        "own_cap", seen(), NextAttempt(OomHistory(2), 6 * GIB, ""), CAPACITY, "simulated"
-    )
+    given = NextAttempt(OomHistory(2), 6 * GIB, "")
+    said = last_words("own_cap", seen(), given, CAPACITY, "simulated")
     assert "write gpu:memory=6GiB (simulated devices only); without" in said
 
 
@@ -229,66 +263,26 @@ def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
-    climb = OomHistory()
-    given: list[int | None] = []
+    climb, given = OomHistory(), list[int | None]()
     for cause in ("crowded", "foreign", "crowded"):
-        rung = next_attempt(climb, cause, seen(), CAPACITY)
-        assert isinstance(rung, NextAttempt)
-        given.append(rung.budget_bytes)
-        climb = rung.climb
+        found = following(climb, cause)
+        given.append(found.budget_bytes)
+        climb = found.climb
     assert given == [6 * GIB, 6 * GIB, None]
     assert climb == OomHistory(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
     end = next_attempt(climb, "foreign", seen(), CAPACITY)
     assert isinstance(end, str) and "ran full 4 times though the task was within its 6GiB" in end
 
 
-def test_its_own_fault_in_between_begins_the_count_anew() -> None:
-    rung = next_attempt(OomHistory(processes=2, shared=2), "own_cap", seen(), CAPACITY)
-    assert isinstance(rung, NextAttempt) and rung.climb.shared == 0
-
-
-def test_a_probe_displaced_by_other_programs_gets_another_whole_device() -> None:
-    # Its first process had a whole device; others filled it once.
-    rung = next_attempt(
-        OomHistory(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY
-    )
-    assert isinstance(rung, NextAttempt) and rung.budget_bytes is None
-    assert rung.climb == OomHistory(processes=2, shared=1, whole_device=True)
-
-
-@pytest.mark.parametrize("cause", ["host", "unknown"])
-def test_what_no_device_memory_can_help_never_climbs(cause: Cause) -> None:
-    assert next_attempt(OomHistory(), cause, seen(), CAPACITY) == (
-        f"more memory of a device does not help ({cause})"
-    )
-
-
-def test_the_reason_names_the_processes_that_filled_the_device() -> None:
-    foreign = next_attempt(OomHistory(), "foreign", seen(), CAPACITY)
-    crowded = next_attempt(OomHistory(), "crowded", seen(), CAPACITY)
-    assert isinstance(foreign, NextAttempt) and foreign.reason.startswith(
-        "other people's processes"
-    )
-    assert isinstance(crowded, NextAttempt) and crowded.reason.startswith("tasks beside it")
-
-
 def test_the_last_process_has_a_whole_device() -> None:
     """A body that needs much more than was learned, and takes it in small pieces, reaches it."""
     climb, budget, given = OomHistory(), GIB, []
     while not climb.whole_device:
-        rung = next_attempt(climb, "own_cap", seen(budget_bytes=budget, wanted_bytes=MIB), CAPACITY)
-        assert isinstance(rung, NextAttempt)
-        climb = rung.climb
-        given.append(budget := rung.budget_bytes or CAPACITY)
+        found = following(climb, "own_cap", budget_bytes=budget, wanted_bytes=MIB)
+        climb = found.climb
+        given.append(budget := found.budget_bytes or CAPACITY)
     assert climb.processes == MOST_PROCESSES
     assert given[-1] == CAPACITY > 2 * given[-2]
-
-
-def test_the_fifth_process_is_the_last() -> None:
-    answer = next_attempt(OomHistory(processes=5), "own_cap", seen(), CAPACITY)
-    assert answer == (
-        "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"
-    )
 
 
 @given(
@@ -338,10 +332,7 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
     assert rung.budget_bytes == int(needed * WANTED_FACTOR)
     assert rung.climb == OomHistory(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
     # Its error has said what one allocation wanted, not what came after it.
-    assert rung.budget_bytes is not None
-    second = seen(budget_bytes=rung.budget_bytes)
-    whole = next_attempt(rung.climb, "own_cap", second, CAPACITY)
-    assert isinstance(whole, NextAttempt)
+    whole = following(rung.climb, "own_cap", budget_bytes=rung.budget_bytes)
     assert (whole.budget_bytes, whole.climb.from_error) == (None, False)
 
 
@@ -356,5 +347,5 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
 def test_a_first_run_beside_others_gets_a_whole_device_if_its_error_does_not_help(
     changes: dict[str, Any],
 ) -> None:
-    rung = next_attempt(OomHistory(), "own_cap", seen(shared_probe=True, **changes), CAPACITY)
-    assert isinstance(rung, NextAttempt) and rung.budget_bytes is None and not rung.climb.from_error
+    found = following(OomHistory(), "own_cap", shared_probe=True, **changes)
+    assert found.budget_bytes is None and not found.climb.from_error

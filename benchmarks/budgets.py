@@ -102,14 +102,14 @@ def simulate(drawn: Sequence[Sequence[float]], chance: random.Random) -> list[Ru
         lesson = history.learn(past)
         whole = 0 if lesson is None else lesson.whole_bytes
         budget = first = None if lesson is None else lesson.budget_bytes
-        climb = ladder.Climb()
+        climb = ladder.OomHistory()
         while budget is not None and held + CONTEXT_BYTES > budget:
             shortage = _run_out(budget, held, chance)
             kept = _kept(past, "oom", budget, budget - CONTEXT_BYTES)
             wanted = ladder.needed_bytes(shortage)
             past.append(replace(kept, cause=ladder.classify(shortage), wanted_bytes=wanted))
-            rung = ladder.next_rung(climb, "own_cap", shortage, DEVICE_BYTES, whole)
-            assert isinstance(rung, ladder.Rung), rung
+            rung = ladder.next_attempt(climb, "own_cap", shortage, DEVICE_BYTES, whole)
+            assert isinstance(rung, ladder.NextAttempt), rung
             climb, budget = rung.climb, rung.budget_bytes
         allowed = (budget or DEVICE_BYTES) - CONTEXT_BYTES
         past.append(_kept(past, "completed", budget or DEVICE_BYTES, min(live, allowed)))

@@ -19,7 +19,7 @@ from prefect_gpu.scheduling.history import (
     OOM_FACTOR,
     PINCH_FACTOR,
     ROUND_BYTES,
-    Lesson,
+    LearnedBudget,
     PastRun,
     learn,
 )
@@ -415,7 +415,7 @@ def _may_stay(report: TaskReport, size_bytes: float) -> bool:
 # -- sizes ---------------------------------------------------------------------------------------
 
 
-def teach(reports: Sequence[TaskReport]) -> tuple[Lesson | None, str]:
+def teach(reports: Sequence[TaskReport]) -> tuple[LearnedBudget | None, str]:
     """Learn a budget from a task's processes: the largest lesson of its histories, and why. `None`: none completed."""
     lessons = []
     for group in _by_history(reports):
@@ -455,7 +455,7 @@ def _is_steady(report: TaskReport) -> bool:
     return steps is not None and steps.alike and steps.steady_live_bytes is not None
 
 
-def _because(lesson: Lesson, runs: Sequence[PastRun]) -> str:
+def _because(lesson: LearnedBudget, runs: Sequence[PastRun]) -> str:
     if lesson.floor_bytes and lesson.need_bytes - lesson.floor_bytes < ROUND_BYTES:
         return "with less it ran out of memory or slowed down"
 
@@ -493,7 +493,7 @@ def _after_oom_bytes(report: TaskReport) -> int:
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
 
 
-def _asked_bytes(lesson: Lesson) -> int:
+def _asked_bytes(lesson: LearnedBudget) -> int:
     """Return the tag's bytes by the printed formula. A lesson's bytes are rounded up to `ROUND_BYTES`."""
     return max(1, lesson.need_bytes - ROUND_BYTES + 1)
 

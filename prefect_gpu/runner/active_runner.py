@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import Context, copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
@@ -51,16 +51,22 @@ from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
-from prefect_gpu.processes.standby_pool import standby_pool
+from prefect_gpu.processes.standby_pool import StandbyPool, standby_pool
 from prefect_gpu.reports.events import set_aside_event
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner.budgets import BudgetBook
-from prefect_gpu.runner.engine_threads import BODY_WAITS, AwaitedFuture, RunnerThreads, start_engine
+from prefect_gpu.runner.engine_threads import (
+    BODY_WAITS,
+    AwaitedFuture,
+    Inputs,
+    RunnerThreads,
+    SubmitOrder,
+    start_engine,
+)
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
-from prefect_gpu.runner.submit_order import Inputs, SubmitOrder
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
@@ -72,6 +78,16 @@ if TYPE_CHECKING:
     from prefect_gpu.processes.launch_spec import AnnouncedTask, Launcher
 
 logger = logging.getLogger(__name__)
+
+#: Warnings about tags.
+NOT_PREEMPTIBLE = (
+    "gpu:preemptible has no effect on a cluster (address={address!r}): its tasks are neither suspended nor moved for "
+    "others. A task of higher priority waits until memory is free, and is placed first."
+)
+SPLIT_TEXT = (
+    "Task {name!r} has the tags {tags}: Python splits a text into its characters where a list is expected. Write "
+    'tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not tags="gpu:memory=6GiB".'
+)
 
 #: Longest wait in seconds at a flow's end for killed children and for the last reports.
 CLOSING_S = 30.0
@@ -86,7 +102,7 @@ _Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The arguments of a runner; see `GPUTaskRunner`."""
+    """The arguments of a runner; see `GPUTaskRunner`. Runners with equal configurations share a broker."""
 
     devices: DeviceSpec
     placement: PlacementStyle
@@ -94,18 +110,18 @@ class Configuration:
     max_tasks_per_device: int | None
     #: `None`: the default of the kind of device.
     headroom_bytes: int | None
-    reports: bool
-    standby: int | str
-    start_method: str
+    reports: bool = field(compare=False)
+    standby: int | str = field(compare=False)
+    start_method: str = field(compare=False)
     #: `None`: no memory snapshots.
-    memory_snapshots: Path | None = None
+    memory_snapshots: Path | None = field(default=None, compare=False)
     #: Address of a Ray cluster; empty: this machine.
     address: str = ""
     #: GPUs of each node to reserve in Ray's own count; `None`: no reservation, and all are used.
     num_gpus: float | None = None
-    live_view: bool = False
+    live_view: bool = field(default=False, compare=False)
     #: Whether reports include a progress artifact.
-    progress: bool = False
+    progress: bool = field(default=False, compare=False)
 
 
 class ActiveRunner:
@@ -125,14 +141,15 @@ class ActiveRunner:
         self._ending: set[BodyRun] = set()
         #: Whether any body began: output of its process may still arrive.
         self._called = False
+        #: Of task runs that have not ended. Without the lock: each change is one operation of the set.
         self._futures: set[concurrent.futures.Future[Any]] = set()
         #: Set once the runner ends its tasks instead of waiting for them.
         self._closing = threading.Event()
         #: Exception that then ends them.
         self._ended_by = CancelledByRunner()
         self._publisher: Publisher | None = None
-        #: Checked tags; for a task whose tags are the characters of one text, the set of them.
-        self._read_tags: set[str | frozenset[str]] = set()
+        #: Checked tags; for a task whose tags are the characters of one text, the set of them. Texts of warnings.
+        self._warned_of: set[str | frozenset[str]] = set()
         self._reports: list[TaskReport] = []
         #: Number of submitted GPU task runs, and of ended ones by the name of their state.
         self._submitted = 0
@@ -149,7 +166,6 @@ class ActiveRunner:
         self._around: Context | None = None
         #: Broker whose device faults are watched; `None`: no broker was needed yet.
         self._watched: Broker | None = None
-        self._told_not_preemptible = False
         self._cluster_lock = threading.Lock()
         self._cluster: FlowCluster | None = None
         #: Why the connection to the cluster failed; `None`: not tried, or connected.
@@ -168,7 +184,9 @@ class ActiveRunner:
         self.flow = self.flow or FlowRunContext.get()
         plan = self._plan(task, flow_run.context_tags())
         if plan is None:
-            return self._submit_to_thread(task, parameters, wait_for, dependencies)
+            thread = self._threads.submit(task, parameters, wait_for, dependencies)
+            self._remember(thread.wrapped_future)
+            return thread
         task_run_id = task_engine.new_task_run_id()
         arguments = {
             "task_run_id": task_run_id,
@@ -205,9 +223,8 @@ class ActiveRunner:
         inputs = Inputs(arguments["parameters"], arguments["wait_for"])
         place = self._order.add(number, inputs.wait)
         gpu_task = GPUTask(self, task, plan, place, submitted_at)
-        engine = functools.partial(
-            copy_context().run, self._run_engine, gpu_task, self._client, arguments
-        )
+        run = copy_context().run
+        engine = functools.partial(run, self._run_engine, gpu_task, self._client, arguments)
         try:
             future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
@@ -230,7 +247,8 @@ class ActiveRunner:
                 self._open_cluster()
                 if policy.preemptible:
                     policy = replace(policy, preemptible=False)
-                    self._say_not_preemptible()
+                    text = NOT_PREEMPTIBLE.format(address=self._configuration.address)
+                    self._warn_once(text, text)
             # The sequence number is taken here, on the flow's thread: engine threads run in any order.
             plan = self._plans.make(task, policy, next_sequence())
             if self._configuration.start_method == "forkserver":
@@ -239,40 +257,26 @@ class ActiveRunner:
             return error
         return plan
 
-    def _say_not_preemptible(self) -> None:
-        """Warn once, on the flow run, that tasks of a cluster are never suspended."""
-        if not self._told_not_preemptible:
-            self._told_not_preemptible = True
-            text = (
-                f"gpu:preemptible has no effect on a cluster (address={self._configuration.address!r}): its tasks are "
-                "neither suspended nor moved for others. A task of higher priority waits until memory is free, and is "
-                "placed first."
-            )
+    def _warn_once(self, of: str | frozenset[str], text: str | None) -> None:
+        """Log a warning of a tag, or of several, on the flow run if there is one; `None`: nothing is wrong."""
+        if of not in self._warned_of and text is not None:
             flow_run.log_on_flow(self.flow, text, logging.WARNING)
+        self._warned_of.add(of)
 
     def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
-        """Warn once of each tag that only looks like a GPU tag, on the flow run if there is one."""
-        warnings, own = [], frozenset(task.tags)
-        if is_split_text(own) and own not in self._read_tags:
-            self._read_tags.add(own)
-            warnings.append(
-                f"Task {task.name!r} has the tags {', '.join(sorted(own))}: Python splits a text into its characters "
-                'where a list is expected. Write tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not '
-                'tags="gpu:memory=6GiB".'
-            )
-        for tag in sorted({*own, *around} - self._read_tags):
-            self._read_tags.add(tag)
-            if meant := near_miss(tag):
-                warnings.append(
-                    f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
-                )
-        for text in warnings:
-            flow_run.log_on_flow(self.flow, text, logging.WARNING)
+        """Warn once of each tag that only looks like a GPU tag."""
+        own = frozenset(task.tags)
+        if is_split_text(own):
+            tags = ", ".join(sorted(own))
+            self._warn_once(own, SPLIT_TEXT.format(name=task.name, tags=tags))
+        for tag in sorted({*own, *around} - self._warned_of):
+            meant = near_miss(tag)
+            text = f"Task {task.name!r} has the tag {tag!r}, which has no meaning here; did you mean {meant!r}?"
+            self._warn_once(tag, text if meant else None)
 
     def _remember(self, future: concurrent.futures.Future[Any]) -> None:
-        with self._lock:
-            self._futures.add(future)
-        future.add_done_callback(self._forget)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
 
     def _run_engine(self, task: GPUTask, *args: Any) -> State[Any]:
         return self._count(task.run(*args))
@@ -298,7 +302,7 @@ class ActiveRunner:
         first = heapq.nsmallest(MOST_WAITING, waiting, key=lambda body: body.order)
         return FlowProgress(
             self.counts(),
-            bodies[0].broker.device_states() if bodies else (),
+            self._watched.device_states() if bodies and self._watched is not None else (),
             heapq.nlargest(MOST_RUNNING, running, key=lambda task: task.seconds),
             [body.waiting() for body in first],
         )
@@ -307,25 +311,6 @@ class ActiveRunner:
         # Not in a child, which enters and exits a copy of the runner.
         if self._submitted:
             live_view().leave(self)
-
-    def _unfinished(self) -> tuple[concurrent.futures.Future[Any], ...]:
-        with self._lock:
-            return tuple(self._futures)
-
-    def _forget(self, future: concurrent.futures.Future[Any]) -> None:
-        with self._lock:
-            self._futures.discard(future)
-
-    def _submit_to_thread(
-        self,
-        task: Task[..., Any],
-        parameters: dict[str, Any],
-        wait_for: Iterable[PrefectFuture[Any]] | None,
-        dependencies: dict[str, set[Any]] | None,
-    ) -> PrefectConcurrentFuture[Any]:
-        future = self._threads.submit(task, parameters, wait_for, dependencies)
-        self._remember(future.wrapped_future)
-        return future
 
     @property
     def ending(self) -> CancelledByRunner:
@@ -373,42 +358,25 @@ class ActiveRunner:
             return None
         try:
             broker, policy = self.broker(), plan.policy
-            # A task that can never be placed gets no process.
-            broker.check(
-                Request(
-                    "",
-                    plan.task_name,
-                    plan.sequence,
-                    0.0,
-                    policy.memory,
-                    policy.count,
-                    policy.devices,
-                    policy.exclusive,
-                    nodes=policy.nodes,
-                )
+            request = Request(
+                "", plan.task_name, plan.sequence, 0.0, policy.memory, policy.count, policy.devices
             )
+            # A task that can never be placed gets no process.
+            broker.check(replace(request, exclusive=policy.exclusive, nodes=policy.nodes))
             kind = self._kind(plan, broker)
             if broker.reader.remote:
                 return self._open_cluster().announce(kind, plan.framework_policy(broker.kind, 1))
-            if forks:
-                with self._lock:
-                    if self._closing.is_set():
-                        return None
-                    fork_server_pool().open(self)
-                return fork_server_pool().announce(kind)
-            pool = standby_pool()
-            most = broker.max_processes
+            pool = fork_server_pool() if forks else standby_pool()
             with self._lock:
                 if self._closing.is_set():
                     return None
-                pool.open(
-                    self,
-                    min(standby, most)
-                    if isinstance(standby, int)
-                    else most_by_default(count_cores(), most),
-                    broker,
-                    _shared_folder(),
-                )
+                if isinstance(pool, StandbyPool):
+                    most = broker.max_processes
+                    by_default = most_by_default(count_cores(), most)
+                    number = min(standby, most) if isinstance(standby, int) else by_default
+                    pool.open(self, number, broker, _shared_folder())
+                else:
+                    pool.open(self)
             return pool.announce(kind)
         except Exception:
             # The task's own request raises the same error.
@@ -417,12 +385,10 @@ class ActiveRunner:
 
     def _kind(self, plan: TaskPlan, broker: Broker) -> Kind:
         policy = plan.framework_policy(broker.kind, broker.processes)
-        known = self._kinds.get(id(plan.function))
-        if known is not None and (known[0].policy, known[0].with_prefect) == (
-            plan.policy,
-            plan.with_prefect,
-        ):
-            return replace(known[1], cpus=policy.cpus)
+        before, kind = self._kinds.get(id(plan.function), (None, None))
+        if before is not None and kind is not None:
+            if (before.policy, before.with_prefect) == (plan.policy, plan.with_prefect):
+                return replace(kind, cpus=policy.cpus)
         kind = kind_of(
             plan.function,
             # The modules of its code are imported whole, used or not.
@@ -439,9 +405,7 @@ class ActiveRunner:
             if self._book is None:
                 publisher = self._publisher
                 self._book = BudgetBook(
-                    MemoryHistory()
-                    if publisher is None
-                    else PrefectHistory(self._client.lend, publisher)
+                    PrefectHistory(self._client.lend, publisher) if publisher else MemoryHistory()
                 )
             return self._book
 
@@ -451,7 +415,13 @@ class ActiveRunner:
         Raises:
             DeviceError: The devices cannot be opened.
         """
-        broker = self._find_broker()
+        given = self._configuration
+        if given.address:
+            broker = self._open_cluster().broker
+        else:
+            folder = read_settings().ledger
+            key = "broker", given, folder
+            broker = PROCESS_RESOURCES.get(key, lambda: _make_broker(given, folder))
         with self._lock:
             watched, self._watched = self._watched, broker
         if watched is not broker:
@@ -461,23 +431,6 @@ class ActiveRunner:
     def _emit_set_aside(self, device: Device, why: str) -> None:
         if self._around is not None:
             flow_run.emit_device_event(set_aside_event(device, why), self._around)
-
-    def _find_broker(self) -> Broker:
-        given = self._configuration
-        if given.address:
-            return self._open_cluster().broker
-        # These options do not affect a broker: runners that differ in them share one.
-        key = replace(
-            given,
-            reports=True,
-            standby=0,
-            start_method="spawn",
-            memory_snapshots=None,
-            live_view=False,
-            progress=False,
-        )
-        folder = read_settings().ledger
-        return PROCESS_RESOURCES.get(("broker", key, folder), lambda: _make_broker(given, folder))
 
     def cluster_launcher(self) -> Launcher | None:
         """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
@@ -496,12 +449,6 @@ class ActiveRunner:
                     self._no_cluster = error
                     raise
             return self._cluster
-
-    def _close_cluster(self) -> None:
-        with self._cluster_lock:
-            opened, self._cluster = self._cluster, None
-        if opened is not None:
-            opened.close()
 
     def report(self, report: TaskReport) -> None:
         """Publish the report of a process, without delaying the caller."""
@@ -578,7 +525,6 @@ class ActiveRunner:
             try:
                 if not failed:
                     self._ended_by = task_engine.ended_by(signal)
-                if not failed:
                     self._close(failed=True)
             finally:
                 run_uninterrupted(self._end_all, "prefect-gpu-close")
@@ -589,7 +535,10 @@ class ActiveRunner:
             self._leave_view()
             if self._watched is not None:
                 self._watched.fault_watchers.discard(self._emit_set_aside)
-            self._close_cluster()
+            with self._cluster_lock:
+                opened, self._cluster = self._cluster, None
+            if opened is not None:
+                opened.close()
             # Last: the fork server reports how its forks ended.
             self._close_fork_server()
 
@@ -606,12 +555,12 @@ class ActiveRunner:
             # Running bodies would keep the interpreter from exiting.
             run_uninterrupted(self._end_all, "prefect-gpu-close")
             # All task runs must reach their final state.
-            concurrent.futures.wait(self._unfinished(), CLOSING_S)
+            concurrent.futures.wait(self._futures.copy(), CLOSING_S)
         else:
             # Awaited tasks may submit others. Tasks in threads count, too: Prefect's thread runner cancels tasks that
             # still wait for their inputs.
             with BODY_WAITS.counted():
-                while unfinished := self._unfinished():
+                while unfinished := self._futures.copy():
                     concurrent.futures.wait(unfinished)
         self._end_what_waits()
         self._threads.__exit__(None, None, None)
@@ -660,10 +609,8 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     if simulated is None or simulated.name:
         reader, ledger = open_reader(given.devices, os.environ, shared=folder), host_ledger(folder)
     elif around := _folder_around(simulated):
-        reader, ledger = (
-            SimulatedReader(simulated, folder=SharedFolder(around)),
-            host_ledger(around),
-        )
+        reader = SimulatedReader(simulated, folder=SharedFolder(around))
+        ledger = host_ledger(around)
     else:
         # A reader and ledger of this broker alone: devices of two specifications have the same UUIDs.
         reader, ledger = SimulatedReader(simulated), Ledger()
@@ -698,12 +645,7 @@ def _connect(given: Configuration) -> FlowCluster:
         cwd=working_folder(),
         sys_path=import_paths(),
     )
-    return FlowCluster(
-        given.address,
-        settings,
-        given.num_gpus,
-        given.max_processes,
-    )
+    return FlowCluster(given.address, settings, given.num_gpus, given.max_processes)
 
 
 def _shared_folder() -> SharedFolder | None:

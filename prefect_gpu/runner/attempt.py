@@ -26,6 +26,7 @@ from prefect_gpu.engine.tracebacks import ChildTraceback
 from prefect_gpu.errors import BudgetExceededError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
+from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
@@ -40,14 +41,13 @@ from prefect_gpu.reports.model import BudgetSource, TaskReport, Verdict
 from prefect_gpu.runner import process_run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.endings import conclude, first_line, in_one_line
 from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.process_listener import ProcessListener
 from prefect_gpu.runner.process_record import ProcessRecord
-from prefect_gpu.runner.run_log import ended_line, placed_line
+from prefect_gpu.runner.run_log import conclude, ended_line, first_line, in_one_line, placed_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Evidence
-from prefect_gpu.scheduling.model import Placement, Request
+from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.suspension.suspended import lost_tasks
@@ -63,15 +63,7 @@ class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
 
 
 class Attempt:
-    """One process of one task run. For the engine's thread, unless a method says otherwise.
-
-    Args:
-        call: The call of the body that it runs.
-        grant: Its budget.
-        number: Number of the process in its task run, from 1.
-        broker: Reserves devices.
-        launcher: Starts processes.
-    """
+    """One process of one task run, with its number there, from 1. For the engine's thread, unless a method says otherwise."""
 
     def __init__(
         self, call: TaskCall, grant: Grant, number: int, broker: Broker, launcher: Launcher
@@ -123,22 +115,18 @@ class Attempt:
 
     def learn_need(self, device_name: str, budget_bytes: int) -> None:
         """Note the budget that a later process of the probe's task would get on a device model. From any thread."""
-        ticket = self._ticket
-        if ticket is None:
-            return
-        self._need_learned = True
-        if not self._broker.withdraw(ticket):
-            self._broker.learn_need(ticket, {device_name: budget_bytes})
+        if (ticket := self._ticket) is not None:
+            self._need_learned = True
+            if not self._broker.withdraw(ticket):
+                self._broker.learn_need(ticket, {device_name: budget_bytes})
 
     @property
     def whole_device(self) -> bool:
         """Whether it was given all free memory of its devices."""
         ticket = self._ticket
-        if self.shares:
+        if self.shares or ticket is None:
             return False
-        return ticket is not None and any(
-            ticket.request.need_bytes(device) is None for device in ticket.devices
-        )
+        return any(ticket.request.need_bytes(device) is None for device in ticket.devices)
 
     @property
     def has_devices(self) -> bool:
@@ -181,9 +169,9 @@ class Attempt:
     def evidence(self) -> Evidence | None:
         """Return the facts about its out-of-memory; `None`: there was none, or nothing is known."""
         ticket, record = self._ticket, self._record
-        if record is None or record.out_of_memory is None:
+        if record is None or record.out_of_memory is None or ticket is None:
             return None
-        if ticket is None or ticket.placement is None:
+        if ticket.placement is None:
             return None
         seen, placement = record.out_of_memory, ticket.placement
         return Evidence(
@@ -270,7 +258,10 @@ class Attempt:
             queued_s,
             watched=self._broker.kind != "host" and (policy.memory is not None or not alone),
         )
-        self._allocation = self._choose_allocation()
+        # A known budget is the frameworks' cap.
+        self._allocation = "growth" if self.whole_device else "limit"
+        if "allocation" in policy.stated or not policy.caching:
+            self._allocation = policy.allocation
         memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in placement.devices),
             None if self._allocation == "growth" else placement.budget_bytes,
@@ -279,7 +270,7 @@ class Attempt:
             self._call, self._broker, ticket, self._record, memory, self._inbox.put, self._cancelled
         )
         if self.shares:
-            ticket.on_short = self._listener.end_for_others
+            ticket.on_short = self._end_for_others
             # On a cluster the node would have to agree, and it does not know first runs.
             local = not self._broker.reader.remote
             ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
@@ -287,30 +278,26 @@ class Attempt:
 
     def _can_be_suspended(self) -> bool:
         """Return whether `gpu:preemptible` has an effect on these devices; if not, warn once."""
-        why = ""
-        if self._broker.kind not in MOVED_KINDS:
-            why = f"devices of kind {self._broker.kind} are not suspended"
-        said = PROCESS_RESOURCES.get("said of gpu:preemptible", set[str])
-        if why and why not in said:
-            said.add(why)
+        kind = self._broker.kind
+        warned = PROCESS_RESOURCES.get("kinds that are not suspended", set[str])
+        if kind not in MOVED_KINDS and kind not in warned:
+            warned.add(kind)
+            why = f"devices of kind {kind} are not suspended"
             self._run.warn(f"gpu:preemptible has no effect: {why}")
-        return not why
+        return kind in MOVED_KINDS
+
+    def _end_for_others(self, device: Device) -> None:
+        self._inbox.put(process_run.EndedForOthers(device.label))
 
     @property
     def _source(self) -> BudgetSource:
         """Source of its budget. A task with a known need on one device model may probe on another."""
         return "probe" if self.shares else self._grant.source
 
-    def _choose_allocation(self) -> AllocationMode:
-        """Return the frameworks' use of the budget: a known budget is their cap."""
-        policy = self._policy
-        if "allocation" in policy.stated or not policy.caching:
-            return policy.allocation
-        return "growth" if self.whole_device else "limit"
-
     def _prepare(
         self, ticket: Ticket, placement: Placement, record: ProcessRecord, memory: ProcessMemory
     ) -> LaunchSpec:
+        folder, file = self._plan.snapshots, f"{self._run.task_run.id}-{self._number}.pickle"
         policy = replace(
             self._plan.framework_policy(self._broker.kind, self._broker.processes),
             device_uuids=tuple(device.uuid for device in placement.devices),
@@ -318,7 +305,7 @@ class Attempt:
             budget_bytes=placement.budget_bytes,
             allocation=self._allocation,
             on_demand=self.shares,
-            snapshot_path=self._snapshot_path(),
+            snapshot_path="" if folder is None else str(folder / file),
         )
         frameworks = self._plan.frameworks
         learned = self._grant.contexts.get(placement.devices[0].name)
@@ -376,11 +363,6 @@ class Attempt:
             request=ticket.request,
         )
 
-    def _snapshot_path(self) -> str:
-        folder = self._plan.snapshots
-        name = f"{self._run.task_run.id}-{self._number}.pickle"
-        return "" if folder is None else str(folder / name)
-
     # While there is one.
 
     def run(self) -> process_run.Done | Ended:
@@ -413,7 +395,9 @@ class Attempt:
                 tail = exited.stderr_tail
                 self._run.note(f"The process died; end of its standard error:\n{tail}")
             case process_run.OutOfMemory(BudgetExceededError() as over, None):
-                record.add_overshoot(over.seen_bytes)
+                record.out_of_memory = OutOfMemory(
+                    "", wanted_bytes=0, process_bytes=over.seen_bytes, says_own_cap=True
+                )
         return Ended(outcome, error, in_one_line(error))
 
     def _follow(self, listener: ProcessListener) -> process_run.Outcome:
@@ -482,10 +466,8 @@ class Attempt:
     ) -> None:
         """Note that the engine's thread is done with the process.
 
-        Args:
-            take_report: Called with the report, or `None` if there was no process: now, or on the broker's thread once
-                nothing of the process is left.
-            shortage: Its out-of-memory, and the next budget; `None`: no out-of-memory.
+        `take_report` is called with the report, or `None` if there was no process: now, or on the broker's thread once
+        nothing of the process is left. `shortage` has its out-of-memory and the next budget; `None`: no out-of-memory.
         """
         if shortage is not None:
             self._verdict = replace(

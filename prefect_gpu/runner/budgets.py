@@ -20,18 +20,10 @@ from prefect_gpu.errors import PlacementTimeoutError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
-from prefect_gpu.runner.submit_order import Place
-from prefect_gpu.scheduling.history import (
-    HistoryKey,
-    HistoryStore,
-    Lesson,
-    PastRun,
-    expected_s,
-    known_floor_bytes,
-    learn,
-    learned_context_bytes,
-)
-from prefect_gpu.scheduling.model import Memory, ModelBudgets
+from prefect_gpu.runner.task_plan import TaskCall
+from prefect_gpu.scheduling import history
+from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, PastRun
+from prefect_gpu.scheduling.model import Device, Memory, ModelBudgets
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, sentence
 from prefect_gpu.units import format_seconds
 
@@ -91,9 +83,7 @@ class ProbeGate:
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
         """Claim the histories without a probe, and return them."""
         with self._changed:
-            free = frozenset(
-                key for key in keys if key not in self._claimed and not self._ending[key]
-            )
+            free = frozenset(key for key in keys if not self._hold((key,)))
             self._claimed |= free
             return free
 
@@ -109,7 +99,7 @@ class ProbeGate:
             self._ending.update(keys)
 
     def end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that the run of an ended probe was kept, and wake all waiting tasks."""
+        """Note that the run of an ended probe was kept, or that there was none; wake all waiting tasks."""
         with self._changed:
             self._ending.subtract(keys)
             self._changed.notify_all()
@@ -140,10 +130,7 @@ PROCESS_RUNS = MemoryHistory()
 class BudgetBook:
     """Chooses the budgets of one runner's tasks, and keeps their processes' needs. Safe to use from several threads.
 
-    Args:
-        store: Keeps runs beyond this process.
-        gate: Histories with a probe.
-        recent: Runs of this process.
+    `store` keeps runs beyond this process, `recent` those of this process; `gate` has the histories with a probe.
     """
 
     def __init__(
@@ -153,7 +140,7 @@ class BudgetBook:
         recent: HistoryStore = PROCESS_RUNS,
     ) -> None:
         self._store = store
-        self._gate = gate
+        self.gate = gate
         self._recent = recent
         #: Last read runs of the store by history. Any thread may replace a value as a whole.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
@@ -163,86 +150,58 @@ class BudgetBook:
         self._told = False
 
     def grant(
-        self,
-        identity: HistoryKey,
-        memory: int | float | None,
-        device_names: Sequence[str],
-        place: Place,
-        *,
-        count: int,
-        capacity_bytes: Mapping[str, int],
-        limit_s: float | None,
-        on_waiting: Callable[[Reason], None],
-        cancelled: Callable[[], bool],
-        probe_fraction: float = 0.0,
+        self, call: TaskCall, capacities: Mapping[Device, int], cancelled: Callable[[], bool]
     ) -> Grant | None:
         """Return the grant of a task's process; wait for a probe if the need is not known. `None`: it was cancelled.
 
         Args:
-            identity: The task's history, for any device.
-            memory: Memory from the tag; `None`: no tag.
-            device_names: Model of each device that the task may use.
-            place: Its place in the order of requests.
-            count: Number of requested devices.
-            capacity_bytes: Largest possible reservation on a device, by model.
-            limit_s: Seconds until giving up (`gpu:wait`); `None`: never.
-            on_waiting: Called with the reason for the wait; its exception ends the wait.
-            cancelled: Called after every change; see `wake`.
-            probe_fraction: As `Request.probe_fraction`, for its probe. Above 0 other tasks wait until the probe is
-                placed, not until it has ended.
+            call: The call of the body. While it waits, its task run is shown as waiting.
+            capacities: Largest possible reservation on each device that the task may use, in bytes.
+            cancelled: Called after every change; see `ProbeGate.release`.
 
         Raises:
-            PlacementTimeoutError: The awaited probe took too long.
+            PlacementTimeoutError: The awaited probe took longer than `gpu:wait`.
         """
-        names = list(dict.fromkeys(device_names))
-        place.take_turn()
-        if memory is not None:
-            runs = {name: self._runs(identity.on(name)) for name in names}
-            return Grant(memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
+        identity, policy, gate = call.identity, call.plan.policy, self.gate
+        #: The largest capacity of each device model.
+        models: dict[str, int] = {}
+        for device, size in capacities.items():
+            models[device.name] = max(size, models.get(device.name, 0))
+        call.place.take_turn()
+        if policy.memory is not None:
+            runs = {name: self._runs(identity.on(name)) for name in models}
+            return Grant(policy.memory, "tag", _contexts(runs), expected_s=_longest_s(runs))
         began_s, told = time.monotonic(), False
         reason = Reason(WaitKind.FIRST_RUN, tasks=(identity.task_name,))
         while not cancelled():
-            runs = {name: self._runs(identity.on(name)) for name in names}
+            runs = {name: self._runs(identity.on(name)) for name in models}
             lessons = {name: _placeable(past) for name, past in runs.items()}
             unknown = [identity.on(name) for name, lesson in lessons.items() if lesson is None]
-            claims = self._gate.claim(unknown)
-            if claims or len(unknown) < len(names):
+            claims = gate.claim(unknown)
+            if claims or len(unknown) < len(models):
                 # Another probe may have ended between lookup and claim.
-                if any(learn(self._runs(key)) is not None for key in claims):
-                    self._gate.release(claims)
+                if any(history.learn(self._runs(key)) is not None for key in claims):
+                    gate.release(claims)
                     continue
+                usable = [n for n in models if lessons[n] is not None or identity.on(n) in claims]
+                roomy = sum(device.name in usable for device in capacities)
+                grant = _from_lessons(call, lessons, claims, models, roomy >= policy.count)
                 waited_s = time.monotonic() - began_s if told else 0.0
-                roomy = sum(
-                    lessons[name] is not None or identity.on(name) in claims
-                    for name in device_names
-                )
-                grant = self._from_lessons(
-                    identity, lessons, claims, capacity_bytes, waited_s, roomy >= count
-                )
-                # A process with a learned budget of a whole device is no probe.
-                whole = grant.source == "learned" and any(
-                    lesson is not None and lesson.need_bytes >= capacity_bytes.get(name, 0)
-                    for name, lesson in lessons.items()
-                )
-                return replace(
-                    grant,
-                    expected_s=_longest_s(runs),
-                    probe_fraction=probe_fraction if claims and not whole else 0.0,
-                )
+                return replace(grant, waited_s=waited_s, expected_s=_longest_s(runs))
             waited_s = time.monotonic() - began_s
-            if limit_s is not None and waited_s >= limit_s:
+            limit_s = math.inf if policy.wait_s is None else policy.wait_s
+            if waited_s >= limit_s:
                 raise PlacementTimeoutError(
                     f"gpu:wait={format_seconds(limit_s)} is over: {identity.task_name!r} still "
                     f"waited for {sentence(reason)}"
                 )
             if waited_s >= TELL_S and not told:
                 told = True
-                on_waiting(reason)
-            left_s = math.inf if limit_s is None else limit_s - waited_s
-            left_s = left_s if told else min(left_s, TELL_S)
-            place.yield_while(partial(self._gate.holds, unknown))
-            self._gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
-            place.take_turn()
+                call.run.show_awaiting(reason)
+            left_s = min(limit_s - waited_s, math.inf if told else TELL_S)
+            call.place.yield_while(partial(gate.holds, unknown))
+            gate.wait(unknown, None if left_s == math.inf else left_s, cancelled)
+            call.place.take_turn()
         return None
 
     def take(self, identity: HistoryKey, report: TaskReport) -> None:
@@ -252,14 +211,14 @@ class BudgetBook:
         key, run = identity.on(report.devices[0].name), past_run(report)
         # No call of the API here, on the thread that places all tasks.
         known = (*self._kept.get(key, ()), *self._recent.runs(key), run)
-        run = replace(run, floor_bytes=known_floor_bytes(known) or None)
+        run = replace(run, floor_bytes=history.known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
-        lesson = _placeable(known)
+        if (lesson := _placeable(known)) is None:
+            return
         with self._lock:
-            probes = [] if lesson is None else [*self._probes.get(key, ())]
+            probes = tuple(self._probes.get(key, ()))
         for learns in probes:
-            assert lesson is not None
             learns(key.device_name, lesson.need_bytes)
 
     def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
@@ -267,14 +226,6 @@ class BudgetBook:
         with self._lock:
             for key in keys:
                 self._probes.setdefault(key, []).append(learns)
-
-    def begin_end(self, keys: Iterable[HistoryKey]) -> None:
-        """Make tasks of these histories wait until `end`, while the run of an ended probe is kept."""
-        self._gate.begin_end(keys)
-
-    def end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that the run of an ended probe was kept, or that there was none."""
-        self._gate.end(keys)
 
     def end_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
         """Undo `begin_probe`."""
@@ -284,56 +235,13 @@ class BudgetBook:
                 if left:
                     self._probes[key] = left
 
-    def release(self, grant: Grant) -> None:
-        """End the claims of a process whose run was kept: other tasks may use it, or probe."""
-        if grant.claims:
-            self._gate.release(grant.claims)
-
     def keep(self, grant: Grant, device_name: str) -> Grant:
         """Return the grant of a placed process, with claims for its device model only."""
         others = frozenset(key for key in grant.claims if key.device_name != device_name)
         if not others:
             return grant
-        self._gate.release(others)
+        self.gate.release(others)
         return replace(grant, claims=grant.claims - others)
-
-    def wake(self) -> None:
-        """Wake all tasks that wait for probes, to check for cancellation."""
-        self._gate.release()
-
-    @staticmethod
-    def _from_lessons(
-        identity: HistoryKey,
-        lessons: Mapping[str, Lesson | None],
-        claims: frozenset[HistoryKey],
-        capacity_bytes: Mapping[str, int],
-        waited_s: float,
-        avoid: bool,
-    ) -> Grant:
-        known = {name: lesson for name, lesson in lessons.items() if lesson is not None}
-        contexts = {name: lesson.context_bytes for name, lesson in known.items()}
-        # A budget above the capacity means a device to itself.
-        budgets = {
-            name: lesson.need_bytes
-            for name, lesson in known.items()
-            if lesson.need_bytes < capacity_bytes.get(name, 0)
-        }
-        unclaimed = [n for n in lessons if n not in known and identity.on(n) not in claims]
-        if avoid:
-            # Other tasks probe on the unclaimed models.
-            budgets |= dict.fromkeys(unclaimed, NEVER_BYTES)
-        memory: Memory = ModelBudgets(tuple(sorted(budgets.items()))) if budgets else None
-        if len(lessons) == 1 and budgets:
-            (memory,) = budgets.values()
-        return Grant(
-            memory,
-            "learned" if known else "probe",
-            contexts,
-            claims,
-            waited_s,
-            whole_bytes={name: lesson.whole_bytes for name, lesson in known.items()},
-            learned_runs={name: lesson.runs for name, lesson in known.items()},
-        )
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
         """Return the runs of a history, from the store and of this process, without duplicates, newest first."""
@@ -350,20 +258,51 @@ class BudgetBook:
         return sorted({*kept, *self._recent.runs(key)}, key=lambda run: run.ended_at, reverse=True)
 
 
+def _from_lessons(
+    call: TaskCall,
+    lessons: Mapping[str, LearnedBudget | None],
+    claims: frozenset[HistoryKey],
+    capacity_bytes: Mapping[str, int],
+    avoid: bool,
+) -> Grant:
+    """Return a grant by device model; `avoid`: not on a model where another task probes."""
+    known = {name: lesson for name, lesson in lessons.items() if lesson is not None}
+    # A budget above the capacity means a device to itself.
+    budgets = {n: k.need_bytes for n, k in known.items() if k.need_bytes < capacity_bytes[n]}
+    # A process with a learned budget of a whole device is no probe.
+    probes = claims and len(budgets) == len(known)
+    if avoid:
+        unclaimed = [n for n in lessons if n not in known and call.identity.on(n) not in claims]
+        budgets |= dict.fromkeys(unclaimed, NEVER_BYTES)
+    memory: Memory = ModelBudgets(tuple(sorted(budgets.items()))) if budgets else None
+    if len(lessons) == 1 and budgets:
+        (memory,) = budgets.values()
+    return Grant(
+        memory,
+        "learned" if known else "probe",
+        {name: lesson.context_bytes for name, lesson in known.items()},
+        claims,
+        whole_bytes={name: lesson.whole_bytes for name, lesson in known.items()},
+        learned_runs={name: lesson.runs for name, lesson in known.items()},
+        probe_fraction=call.plan.probe_fraction if probes else 0.0,
+        alone_because=None if known else call.plan.alone_because,
+    )
+
+
 def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:
-    found = ((name, learned_context_bytes(past)) for name, past in runs.items())
+    found = ((name, history.learned_context_bytes(past)) for name, past in runs.items())
     return {name: size for name, size in found if size is not None}
 
 
 def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
     """Return the expected seconds of a task on the slowest device model that it has run on."""
-    known = [seconds for past in runs.values() if (seconds := expected_s(past)) is not None]
+    known = [seconds for past in runs.values() if (seconds := history.expected_s(past)) is not None]
     return max(known, default=None)
 
 
-def _placeable(runs: Sequence[PastRun]) -> Lesson | None:
+def _placeable(runs: Sequence[PastRun]) -> LearnedBudget | None:
     """Return the lesson of a history; a need above every completed probe's budget becomes a device to itself."""
-    lesson = learn(runs)
+    lesson = history.learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
     if lesson is not None and probes and lesson.need_bytes > max(probes) > 0:
         # Other programs may use the device permanently: a device to itself was enough.

@@ -19,25 +19,13 @@ from typing import Any
 
 from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket
+from prefect_gpu.frameworks import context as known_contexts
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import FrameworkPolicy, child_environment
-from prefect_gpu.frameworks.context import (
-    ContextStore,
-    context_key,
-    fallback_context_bytes,
-    with_collectives,
-)
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import launch_spec
 from prefect_gpu.processes.interpreter import import_paths
-from prefect_gpu.processes.launch_spec import (
-    ChildExited,
-    ChildRefused,
-    ChildStarted,
-    Launcher,
-    LaunchSpec,
-    ValueArrived,
-)
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Asked, Call, Prepare
 from prefect_gpu.scheduling.model import Device
@@ -54,14 +42,9 @@ READING_S = 5.0
 
 
 class ContextMeter:
-    """Looks up contexts, or measures them. Safe to use from several threads.
+    """Looks up contexts, or measures them in calibration children of a launcher. Safe to use from several threads."""
 
-    Args:
-        store: Keeps measured sizes.
-        launcher: Starts calibration children.
-    """
-
-    def __init__(self, store: ContextStore, launcher: Launcher) -> None:
+    def __init__(self, store: known_contexts.ContextStore, launcher: launch_spec.Launcher) -> None:
         self._store = store
         self._launcher = launcher
         self._lock = threading.Lock()
@@ -75,14 +58,11 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> dict[str, int]:
-        """Return the context of each framework on NVIDIA devices in bytes, which a task's caps leave free.
+        """Return the context of each framework on the first device of a ticket in bytes, which a task's caps leave free.
 
-        Args:
-            frameworks: Used by the task; empty: not known. For others the size is the known or a documented one.
-            learned_bytes: Context of the task's own processes on such a device; `None`: not measured.
-            policy: Of the task, without contexts.
-            broker: Reads the device.
-            ticket: Of the placed task. Its first device counts.
+        If the task's `frameworks` are not known (empty), and for other ones, it is the known or a documented size.
+        `learned_bytes` is the context of the task's own processes there; `None`: not measured. `policy` is that of the
+        task, without contexts.
         """
         assert ticket.placement is not None
         device = ticket.placement.devices[0]
@@ -95,22 +75,29 @@ class ContextMeter:
             names = frameworks or tuple(known)
             return {**known, **{n: int(learned_bytes * policy.share(n)) for n in names}}
         missing = [
-            name for name in frameworks if self._store.get(context_key(name, device)) is None
+            name
+            for name in frameworks
+            if self._store.get(known_contexts.context_key(name, device)) is None
         ]
         measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
         contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:
             # Only the first run shows whether the task uses NCCL.
             least = min(policy.budget_bytes)
-            return {name: with_collectives(size, least) for name, size in contexts.items()}
+            return {
+                name: known_contexts.with_collectives(size, least)
+                for name, size in contexts.items()
+            }
         return contexts
 
     def known(self, device: Device) -> dict[str, int]:
         """Return the known context of every framework, or else a documented size."""
         contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
-            measured = self._store.get(context_key(name, device))
-            contexts[name] = fallback_context_bytes(name) if measured is None else measured
+            measured = self._store.get(known_contexts.context_key(name, device))
+            contexts[name] = (
+                known_contexts.fallback_context_bytes(name) if measured is None else measured
+            )
         return contexts
 
     def _measure(
@@ -122,7 +109,7 @@ class ContextMeter:
         ticket: Ticket,
     ) -> int:
         """Return an unknown context: from a calibration, or else a documented size."""
-        key = context_key(framework, device)
+        key = known_contexts.context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -133,14 +120,10 @@ class ContextMeter:
             try:
                 size = self._calibrate(framework, policy, broker, ticket)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
-                size = fallback_context_bytes(framework)
-                logger.warning(
-                    "the context of %s on %s could not be measured (%s); %s is assumed",
-                    framework,
-                    device.name,
-                    error,
-                    format_bytes(size),
-                )
+                size = known_contexts.fallback_context_bytes(framework)
+                where, assumed = f"{framework} on {device.name}", format_bytes(size)
+                text = "the context of %s could not be measured (%s); %s is assumed"
+                logger.warning(text, where, error, assumed)
                 return size
             self._store.put(key, size)
             logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
@@ -166,7 +149,7 @@ class ContextMeter:
         allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
         messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
         handle = self._launcher.start(
-            LaunchSpec(
+            launch_spec.LaunchSpec(
                 task_name=f"calibrate-{framework}",
                 environment=child_environment(alone, registry.adapters_for(alone), os.environ),
                 prepare=Prepare(alone, allocation, 1.0),
@@ -178,10 +161,8 @@ class ContextMeter:
             messages.put,
         )
         shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
-        before, ticket.on_measured = (
-            ticket.on_measured,
-            lambda at, found: shown.put((at, found[0].total_bytes)),
-        )
+        before = ticket.on_measured
+        ticket.on_measured = lambda at_s, found: shown.put((at_s, found[0].total_bytes))
         try:
             reserved = self._hear(messages, broker, ticket)
             return max(0, self._read(shown, broker) - reserved)
@@ -189,9 +170,8 @@ class ContextMeter:
             ticket.on_measured = before
             handle.kill()
             try:
-                while not isinstance(
-                    messages.get(timeout=CALIBRATION_S), (ChildExited, ChildRefused)
-                ):
+                ended = launch_spec.ChildExited, launch_spec.ChildRefused
+                while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
                     pass
             finally:
                 ticket.pid = None
@@ -219,25 +199,26 @@ class ContextMeter:
                 message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
             except queues.Empty:
                 raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
-            if isinstance(message, ChildStarted):
-                broker.attach(ticket, message.pid)
-            elif isinstance(message, Asked):
-                # No answer: the child holds its device until it is killed.
-                return int(message.arguments["reserved_bytes"])
-            elif isinstance(message, ValueArrived):
-                raise values.loads(message.data, "exception")
-            elif isinstance(message, ChildRefused):
-                messages.put(message)
-                raise message.error
-            elif isinstance(message, ChildExited):
-                messages.put(message)
-                raise RuntimeError(f"it ended with {message.code}: {message.stderr_tail[-500:]}")
+            match message:
+                case launch_spec.ChildStarted(pid):
+                    broker.attach(ticket, pid)
+                case Asked(_, arguments):
+                    # No answer: the child holds its device until it is killed.
+                    return int(arguments["reserved_bytes"])
+                case launch_spec.ValueArrived(data):
+                    raise values.loads(data, "exception")
+                case launch_spec.ChildRefused(error):
+                    messages.put(message)
+                    raise error
+                case launch_spec.ChildExited(code, stderr_tail):
+                    messages.put(message)
+                    raise RuntimeError(f"it ended with {code}: {stderr_tail[-500:]}")
 
 
-def context_meter(launcher: Launcher | None = None) -> ContextMeter:
+def context_meter(launcher: launch_spec.Launcher | None = None) -> ContextMeter:
     """Return this process's meter, or a new one for the launcher of a cluster; `None`: this machine."""
     if launcher is None:
         return PROCESS_RESOURCES.get(
-            ContextMeter, lambda: ContextMeter(ContextStore(), process_launcher())
+            ContextMeter, lambda: ContextMeter(known_contexts.ContextStore(), process_launcher())
         )
-    return ContextMeter(ContextStore(), launcher)
+    return ContextMeter(known_contexts.ContextStore(), launcher)

@@ -13,16 +13,8 @@ from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.process_run import Cancelled, EndedForOthers, Failure
-from prefect_gpu.scheduling.ladder import (
-    Cause,
-    Climb,
-    Evidence,
-    Rung,
-    classify,
-    last_words,
-    needed_bytes,
-    next_rung,
-)
+from prefect_gpu.scheduling import ladder
+from prefect_gpu.scheduling.ladder import Cause, Evidence, NextAttempt, OomHistory
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import format_seconds
@@ -47,7 +39,7 @@ class Memory:
     """The facts about an out-of-memory."""
 
     evidence: Evidence
-    #: Arguments of `ladder.next_rung`.
+    #: Arguments of `ladder.next_attempt`.
     capacity_bytes: int
     whole_bytes: int
     alike: bool
@@ -60,7 +52,7 @@ class History:
 
     policy: GPUPolicy
     #: Budget increases, the ended process included.
-    climb: Climb
+    climb: OomHistory
     #: `None`: the process has not run out of memory.
     memory: Memory | None
     #: Seconds since the process asked for its devices.
@@ -77,7 +69,7 @@ class Shortage:
     #: Bytes on one device that the process needed; `None`: unknown.
     wanted_bytes: int | None
     #: Budget of the next process; `None`: there is none.
-    rung: Rung | None
+    rung: NextAttempt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +85,9 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """There was no process: the task run requests a device again after `REFUSED_S`."""
+    """There was no process: the task run requests a device again after `REFUSED_S`, and shows `reason` meanwhile."""
 
     grant: Grant
-    #: Reason shown meanwhile.
     reason: Reason
 
 
@@ -145,15 +136,15 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
         return Raise(ended.error)
     policy, climb, memory = history.policy, history.climb, history.memory
     evidence, capacity = memory.evidence, memory.capacity_bytes
-    cause = classify(evidence)
-    rung = next_rung(climb, cause, evidence, capacity, memory.whole_bytes, memory.alike)
+    cause = ladder.classify(evidence)
+    rung = ladder.next_attempt(climb, cause, evidence, capacity, memory.whole_bytes, memory.alike)
     # A probe that shared its device had less than its tag allows, so `gpu:oom=fail` does not apply.
     probed = evidence.shared_probe or climb.from_error
     if isinstance(rung, str) or (policy.oom == "fail" and not probed):
-        note = last_words(cause, evidence, rung, capacity, memory.kind)
-        return Raise(ended.error, note, Shortage(cause, needed_bytes(evidence), None))
+        note = ladder.last_words(cause, evidence, rung, capacity, memory.kind)
+        return Raise(ended.error, note, Shortage(cause, ladder.needed_bytes(evidence), None))
     return Retry(
         replace(again, memory=rung.budget_bytes, after_oom=True, probe_fraction=0.0),
         f"Out of memory: {rung.reason} ({ended.said})",
-        Shortage(cause, needed_bytes(evidence), rung),
+        Shortage(cause, ladder.needed_bytes(evidence), rung),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -24,11 +25,10 @@ from prefect_gpu.engine.direct_calls import is_first_warning
 from prefect_gpu.errors import BudgetExceededError, PrefectGPUError, ProtocolError
 from prefect_gpu.processes import launch_spec, messages
 from prefect_gpu.runner import process_run
-from prefect_gpu.runner.endings import first_line
 from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.run_log import first_line
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
-from prefect_gpu.scheduling.model import Device
 from prefect_gpu.suspension.suspended import Suspender
 
 #: Questions of a child that are answered on the engine's thread: they may be about its flow run, and pickling a
@@ -42,14 +42,8 @@ _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
 class ProcessListener:
     """Receives the messages of one placed child process.
 
-    Args:
-        call: The call of the body that the process runs.
-        broker: Broker of its devices.
-        ticket: Ticket of its request.
-        record: Collects its facts.
-        memory: Its memory at the reader of its devices.
-        tell: Puts a message into the inbox of the engine's thread.
-        cancelled: Set when the flow run ends.
+    `memory` is its memory at the reader of its devices. `tell` puts a message into the inbox of the engine's thread.
+    `cancelled` is set when the flow run ends.
     """
 
     def __init__(
@@ -113,10 +107,6 @@ class ProcessListener:
         if self._record.value_arrived and self._cancelled.is_set() and self._handle is not None:
             self._handle.kill()
 
-    def end_for_others(self, device: Device) -> None:
-        """End the process to free memory on a device for other first runs."""
-        self._tell(process_run.EndedForOthers(device.label))
-
     # The launcher's thread.
 
     def hear(self, message: launch_spec.Heard) -> None:
@@ -134,7 +124,7 @@ class ProcessListener:
                 self._release()
                 self._tell(message)
             case messages.BodyStarted():
-                began_s = self._record.add_first_line()
+                began_s = self._record.started_s = time.monotonic()
                 self._broker.mark_running(self._ticket)
                 self._tell(process_run.BodyBegan(began_s))
             case messages.CountersRead():
@@ -147,7 +137,7 @@ class ProcessListener:
                 self._record.add_end(message)
                 self._tell(message)
             case launch_spec.ValueArrived():
-                self._record.add_value()
+                self._record.value_arrived = True
                 # A last reading while the process still holds its memory.
                 self._broker.refresh()
                 self.kill_lingering()
@@ -162,7 +152,7 @@ class ProcessListener:
                 assert_never(message)
 
     def _attach(self, pid: int) -> None:
-        self._record.add_start(pid)
+        self._record.pid = pid
         ticket = self._ticket
         if not self._broker.reader.remote:
             suspendable = self._suspendable = SuspendableProcess(

@@ -25,13 +25,7 @@ from prefect_gpu.measurements import (
 )
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import (
-    BudgetSource,
-    ProcessPeak,
-    Source,
-    TaskReport,
-    Verdict,
-)
+from prefect_gpu.reports.model import BudgetSource, ProcessPeak, Source, TaskReport, Verdict
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
@@ -49,12 +43,8 @@ class ProcessRecord:
     """Facts about one process from its placement on. Safe to use from several threads.
 
     The broker's thread adds readings, the launcher's thread messages of the process, the engine's thread caps.
-
-    Args:
-        placement: Of the process.
-        placed_s: Monotonic seconds of the placement.
-        queued_s: Seconds of waiting before it.
-        watched: The process has a budget to keep to: `add_reading` returns an overshoot.
+    `placed_s` are monotonic seconds, `queued_s` the seconds of waiting before. `watched`: the process has a budget to keep
+    to, and `add_reading` returns an overshoot.
     """
 
     def __init__(
@@ -64,8 +54,6 @@ class ProcessRecord:
         self._placed_s = placed_s
         self._queued_s = queued_s
         self._watched = watched
-        #: Wall-clock seconds since the epoch.
-        self._placed_at = EPOCH_S + placed_s
         #: Guards all below.
         self._lock = threading.RLock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
@@ -88,7 +76,9 @@ class ProcessRecord:
         #: Peak bytes reported by the process itself or by simulated devices.
         self._own_peak_bytes = 0
         # Set by the methods below; any thread may read them.
-        #: Process id; `None`: no process yet.
+        #: Bytes of the budgets on all its devices together.
+        self.total_budget_bytes = sum(placement.budget_bytes)
+        #: Process id, the last one's if another process ended before it took the call; `None`: no process yet.
         self.pid: int | None = None
         #: Most bytes that a framework can allocate on a device; `None`: no cap.
         self.cap_bytes: int | None = None
@@ -109,11 +99,6 @@ class ProcessRecord:
         self.out_of_memory: OutOfMemory | None = None
 
     @property
-    def total_budget_bytes(self) -> int:
-        """Bytes of the budgets on all its devices together."""
-        return sum(self._placement.budget_bytes)
-
-    @property
     def last_process_bytes(self) -> int | None:
         """Bytes in the last non-zero reading, since the driver drops a killed process early; `None`: there was none."""
         with self._lock:
@@ -124,30 +109,16 @@ class ProcessRecord:
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
     ) -> None:
         """Record the caps and contexts of its frameworks, as in the attributes of these names."""
-        with self._lock:
-            self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
-            self.known_contexts = known_contexts
-
-    def add_start(self, pid: int) -> None:
-        """Record the process id; a second process replaces the first, which ended before it took the call."""
-        with self._lock:
-            self.pid = pid
-
-    def add_first_line(self) -> float:
-        """Record that the body begins; return the monotonic seconds."""
-        with self._lock:
-            self.started_s = started_s = time.monotonic()
-            return started_s
+        self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
+        self.known_contexts = known_contexts
 
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
     ) -> tuple[int, int] | None:
-        """Record a reading of its devices. Return the first overshoot as bytes and budget, otherwise `None`.
+        """Record a reading of its devices, at `at_s` monotonic seconds. Return the first overshoot as bytes and budget.
 
-        Args:
-            at_s: Monotonic seconds.
-            sizes_bytes: Bytes of the whole process on each device, in the placement's order.
-            live_bytes: Allocated bytes, if the devices know them (simulated ones do).
+        `sizes_bytes` are of the whole process on each device, in the placement's order. `live_bytes` are allocated, if the
+        devices know it (simulated ones do).
         """
         total = sum(sizes_bytes)
         with self._lock:
@@ -169,12 +140,9 @@ class ProcessRecord:
 
     def add_suspension(self, suspension: Suspension) -> None:
         """Record a suspension that has ended."""
-        placed = replace(
-            suspension,
-            begun_s=suspension.begun_s - self._placed_s,
-            ended_s=suspension.ended_s - self._placed_s,
-        )
+        begun_s, ended_s = suspension.begun_s - self._placed_s, suspension.ended_s - self._placed_s
         with self._lock:
+            placed = replace(suspension, begun_s=begun_s, ended_s=ended_s)
             self._suspensions = (*self._suspensions, placed)
 
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
@@ -191,14 +159,14 @@ class ProcessRecord:
         with self._lock:
             self._counted = True
             self._used = frameworks
-            self._context.add_reserved(
-                counters.reserved_bytes, counters.peak_reserved_bytes, counters.freed_bytes
+            live, reserved = counters.live_bytes, counters.reserved_bytes
+            self._context.add_reserved(reserved, counters.peak_reserved_bytes, counters.freed_bytes)
+            most_live, most_reserved = counters.peak_live_bytes, counters.peak_reserved_bytes
+            self._peak_live_bytes = largest(largest(self._peak_live_bytes, live), most_live)
+            self._peak_reserved_bytes = largest(
+                largest(self._peak_reserved_bytes, reserved), most_reserved
             )
-            for live in (counters.live_bytes, counters.peak_live_bytes):
-                self._peak_live_bytes = largest(self._peak_live_bytes, live)
-            for reserved in (counters.reserved_bytes, counters.peak_reserved_bytes):
-                self._peak_reserved_bytes = largest(self._peak_reserved_bytes, reserved)
-            self._add(time.monotonic(), None, counters.live_bytes, counters.reserved_bytes)
+            self._add(time.monotonic(), None, live, reserved)
 
     def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
         """Record the facts about its steps (`None`: no step) and new marks, in seconds since the body's first line."""
@@ -226,23 +194,9 @@ class ProcessRecord:
             self._own_peak_bytes = ended.host_peak_bytes
             self.out_of_memory = ended.out_of_memory or self.out_of_memory
 
-    def add_value(self) -> None:
-        """Record that the value has arrived completely."""
-        with self._lock:
-            self.value_arrived = True
-
-    def add_overshoot(self, seen_bytes: int) -> None:
-        """Record that the process is killed above its budget, as an out-of-memory of its own."""
-        with self._lock:
-            self.out_of_memory = OutOfMemory(
-                "", wanted_bytes=0, process_bytes=seen_bytes, says_own_cap=True
-            )
-
-    def _add(
-        self, at_s: float, process: int | None, live: int | None, reserved: int | None
-    ) -> None:
+    def _add(self, at_s: float, process: int | None, live: int | None, held: int | None) -> None:
         since = max(0.0, at_s - self._placed_s)
-        self._series.add(Sample(since, process, live, reserved))
+        self._series.add(Sample(since, process, live, held))
 
     def report(
         self,
@@ -257,19 +211,12 @@ class ProcessRecord:
         shared_with: tuple[str, ...] = (),
         capacity_bytes: int | None = None,
     ) -> TaskReport:
-        """Return the report, once nothing is left of the process.
+        """Return the report of a call's process, once nothing is left of the process.
 
-        Args:
-            call: The call of the body that it ran.
-            kind: Of its devices.
-            number: Number of the process in its task run, from 1.
-            budget_source: Of its budget.
-            frameworks: From the tags; empty: the frameworks that it used.
-            verdict: How it ended.
-            leaked_bytes: Bytes that were not freed; `None`: not known.
-            gone_s: Monotonic seconds of its end; `None`: now.
-            shared_with: Names of tasks on its devices meanwhile.
-            capacity_bytes: Largest possible budget on each device; `None`: not known.
+        `number` is its number in its task run, from 1. `frameworks` are those of the tags; empty: the frameworks that it
+        used. `leaked_bytes` were not freed; `None`: not known. `gone_s` are monotonic seconds of its end; `None`: now.
+        `shared_with` names tasks on its devices meanwhile. `capacity_bytes` is the largest possible budget on each device;
+        `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -280,13 +227,19 @@ class ProcessRecord:
             peak_live = largest(self._peak_live_bytes, series.peak_live_bytes)
             peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
+            plan, run, identity, seen = (
+                call.plan,
+                call.run.task_run,
+                call.identity,
+                self.out_of_memory,
+            )
             return TaskReport(
                 **{field.name: getattr(verdict, field.name) for field in fields(verdict)},
-                task_name=call.plan.task_name,
-                task_key=call.plan.task_key,
-                task_run_id=call.run.task_run.id,
-                task_run_name=clean_name(call.run.task_run.name),
-                flow_run_id=call.run.task_run.flow_run_id,
+                task_name=plan.task_name,
+                task_key=plan.task_key,
+                task_run_id=run.id,
+                task_run_name=clean_name(run.name),
+                flow_run_id=run.flow_run_id,
                 pid=self.pid,
                 devices=self._placement.devices,
                 framework=",".join(frameworks or self._used) or "none",
@@ -302,29 +255,32 @@ class ProcessRecord:
                 start_s=started_s - self._placed_s,
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
                 suspensions=self._suspensions,
-                placed_at=self._placed_at,
+                placed_at=EPOCH_S + self._placed_s,
                 samples=series.samples,
                 sample_count=series.count,
                 source=source,
-                marks=self._placed_marks(started_s),
+                marks=tuple(
+                    replace(m, at_s=m.at_s + started_s - self._placed_s)
+                    for m in self._marks.marks()
+                ),
                 metrics=self._metrics,
                 wasted_byte_seconds=series.wasted_byte_seconds(ended_s - self._placed_s),
                 cap_bytes=self.cap_bytes,
                 steps=self._seen_steps(),
-                history_key=call.identity.learn_by,
-                learn_by=call.identity.learn_by_words,
-                qualified_name=call.identity.qualified_name,
-                flow_name=call.identity.flow_name,
-                priority=call.plan.policy.priority,
-                exclusive=call.plan.policy.exclusive,
+                history_key=identity.learn_by,
+                learn_by=identity.learn_by_words,
+                qualified_name=identity.qualified_name,
+                flow_name=identity.flow_name,
+                priority=plan.policy.priority,
+                exclusive=plan.policy.exclusive,
                 budgets_bytes=self._placement.budget_bytes,
                 device_peaks_bytes=tuple(self._device_peaks),
-                refused_bytes=self.out_of_memory.wanted_bytes if self.out_of_memory else None,
+                refused_bytes=seen.wanted_bytes if seen else None,
                 shared_with=shared_with,
                 capacity_bytes=capacity_bytes,
                 counted_out=self._counted_out or not self._counted,
-                memory_summary=self.out_of_memory.summary if self.out_of_memory else "",
-                snapshot_path=self.out_of_memory.snapshot_path if self.out_of_memory else "",
+                memory_summary=seen.summary if seen else "",
+                snapshot_path=seen.snapshot_path if seen else "",
                 processes=self._several_processes(),
             )
 
@@ -335,11 +291,10 @@ class ProcessRecord:
         peaks: list[ProcessPeak] = []
         placed = zip(self._placement.devices, self._placement.budget_bytes, strict=True)
         for at, (device, budget) in enumerate(placed):
-            peaks.append(ProcessPeak(device.index, None, self._device_peaks[at], budget))
             held = [(size, pid) for (place, pid), size in self._processes.items() if place == at]
-            peaks += [
-                ProcessPeak(device.index, pid, size, budget) for size, pid in sorted(held)[::-1]
-            ]
+            all_of_it = self._device_peaks[at], None
+            for size, pid in (all_of_it, *sorted(held, reverse=True)):
+                peaks.append(ProcessPeak(device.index, pid, size, budget))
         return tuple(peaks)
 
     def _seen_steps(self) -> StepFacts | None:
@@ -349,32 +304,24 @@ class ProcessRecord:
             return steps
         return replace(steps, steady_live_bytes=None)
 
-    def _placed_marks(self, started_s: float) -> tuple[Mark, ...]:
-        """Return the marks with times since the placement."""
-        before_s = started_s - self._placed_s
-        return tuple(replace(m, at_s=m.at_s + before_s) for m in self._marks.marks())
-
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
         """Return the process's peak, its context, and the source of the peak."""
-        peak, context, source = self._estimate(kind, peak_reserved)
+        peak = self._series.peak_process_bytes or 0
+        source: Source = kind
+        seen = self._context.seen_bytes if kind == "nvml" else self._assumed_context_bytes()
+        context = self._unseen_context_bytes(peak, peak_reserved) if seen is None else seen
+        if kind != "nvml":
+            # The child knows peaks of its resident set that no reading shows.
+            peak = max(peak, self._own_peak_bytes)
+        elif peak_reserved is not None and self._counted and peak < peak_reserved:
+            # No reading shows the peak, or the device does not attribute memory to processes.
+            peak, source = peak_reserved + context, "framework"
+        elif not all(device.attributed for device in self._placement.devices):
+            # Without attribution the peak is from its own counters.
+            source = "framework"
         # An assumed context may be larger than the real one.
         total = sum(device.total_bytes for device in self._placement.devices)
         return min(peak, total), min(context, total), source
-
-    def _estimate(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
-        peak = self._series.peak_process_bytes or 0
-        if kind != "nvml":
-            # The child knows peaks of its resident set that no reading shows.
-            return max(peak, self._own_peak_bytes), self._assumed_context_bytes(), kind
-        context = self._context.seen_bytes
-        if context is None:
-            context = self._unseen_context_bytes(peak, peak_reserved)
-        if peak_reserved is None or not self._counted or peak >= peak_reserved:
-            # Without attribution the peak is from its own counters.
-            attributed = all(device.attributed for device in self._placement.devices)
-            return peak, context, kind if attributed else "framework"
-        # No reading shows the peak, or the device does not attribute memory to processes.
-        return peak_reserved + context, context, "framework"
 
     def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
         """Estimate the context where no reading can be compared with the allocators' memory."""

@@ -25,7 +25,8 @@ from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.values.transport import ReceivedValue
 
-# Outcomes. If another part decides an outcome, its message is the outcome.
+# Outcomes. If another part decides an outcome, its message is the outcome. `traceback` is that of the child, as text;
+# `None`: the body did not raise the error.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,6 @@ class Failed:
     """The body raised, its value is unreadable, or the process sent bytes that are no message."""
 
     error: Exception
-    #: Traceback in the child, as text; `None`: the body did not raise the error.
     traceback: str | None = None
 
 
@@ -49,7 +49,6 @@ class OutOfMemory:
     """The body raised for lack of device memory, or a device shows more memory than the process's budget."""
 
     error: Exception
-    #: As in `Failed`.
     traceback: str | None = None
 
 
@@ -82,9 +81,8 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class EndedForOthers:
-    """The broker ends a first run for other first runs on its device, which runs short of memory."""
+    """The broker ends a first run for other first runs on a device (`where`, its label), which runs short of memory."""
 
-    #: The device, as log messages name it.
     where: str
 
 
@@ -98,9 +96,8 @@ Outcome = Done | Failure
 
 @dataclass(frozen=True, slots=True)
 class BodyBegan:
-    """The body's first line is about to run."""
+    """The body's first line is about to run, at `at_s` monotonic seconds."""
 
-    #: Monotonic seconds.
     at_s: float
 
 
@@ -122,9 +119,8 @@ RunMessage = ChildMessage | MachineMessage | Opened | Failed | OutOfMemory | Tim
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Kill the process."""
+    """Kill the process. `bars_moves`: from now on no process of its task is suspended."""
 
-    #: From now on no process of its task is suspended.
     bars_moves: bool = False
 
 
@@ -149,9 +145,8 @@ class Warn:
 
 @dataclass(frozen=True, slots=True)
 class SetDeadline:
-    """Send `TimedOut` if no other message comes before the deadline."""
+    """Send `TimedOut` if no other message comes before `at_s` monotonic seconds; `None`: no deadline."""
 
-    #: Monotonic seconds; `None`: no deadline.
     at_s: float | None
 
 
@@ -250,9 +245,8 @@ IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
 class ProcessRun:
     """One child process. For one thread.
 
-    Args:
-        timeout_s: Seconds for the body, suspensions not counted; `None`: no limit.
-        enforces: Kill a process above its budget; otherwise warn of it.
+    `timeout_s` are the seconds for the body, suspensions not counted; `None`: no limit. `enforces`: a process above its
+    budget is killed; otherwise a warning is logged.
     """
 
     def __init__(self, timeout_s: float | None, enforces: bool) -> None:
@@ -305,11 +299,9 @@ class ProcessRun:
                 assert self._body_ended is not None
                 return [Finish(_outcome(self._body_ended, value))]
             case Failed():
-                if self.phase is Phase.FINISHED:
-                    return [Finish(message)]
-                # Its launcher kills it.
+                # Its launcher kills it, if it is not finished.
                 self._decided = message
-                return []
+                return [Finish(message)] if self.phase is Phase.FINISHED else []
             case ChildRefused() | Died():
                 return [Finish(self._decided or message)]
             case Asked() | LogEmitted() | EventEmitted():
@@ -335,7 +327,7 @@ def _outcome(ended: BodyEnded, value: Any) -> Outcome:
     if not ended.raised:
         return Done(value)
     error = value
-    if not isinstance(error, BaseException):
+    if not isinstance(value, BaseException):
         error = ProtocolError(f"a child announced an exception and sent {value!r}")
     if not isinstance(error, Exception):
         return Quit(error, ended.traceback)

@@ -1,20 +1,34 @@
-"""Log lines about GPU tasks: at the placement and at the end of a process, and at the end of a flow run.
+"""Text about processes: their log lines, the error and verdict of an outcome, and the summary of a flow run.
 
-`attempt` logs the lines of a process, `active_runner` the summary. Lines about waiting task runs are in `engine`, the
+An outcome is decided in `process_run`, the next step in `next_step`. Lines about waiting task runs are in `engine`, the
 flow's report with all processes in `reports`.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
+from typing_extensions import assert_never
+
+from prefect_gpu.broker.suspendable import Lost
+from prefect_gpu.engine.task_engine import LONGEST_LINE, CancelledByRunner
+from prefect_gpu.engine.tracebacks import ChildTraceback, attach_traceback
+from prefect_gpu.errors import ChildDiedError, ChildTimeoutError, PrefectGPUError
+from prefect_gpu.processes.crash_site import crashed_at
+from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.reports.advice import NO_TAG_HELPS, TaskTags, task_tags
-from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport
+from prefect_gpu.reports.model import OUTCOME_WORDS, TaskReport, Verdict
+from prefect_gpu.runner import process_run
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.task_plan import TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Placement
+from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Most lines of a summary on tasks, devices and tags: 12 with the first line and the counts of omitted lines.
@@ -24,20 +38,28 @@ MOST_LINES = 3, 2, 3
 LEAST_WAIT_S = 1.0
 
 
+#: Text about a SIGKILL that the runner did not send, by its cause.
+_KILLED = {
+    "host": (
+        "the machine's own memory, or that of its container or job (control group), ran out: the kernel's counter of "
+        "out-of-memory kills rose while it ran: load less data at a time, start fewer data loader workers, or let fewer "
+        "tasks run at once (max_processes=)"
+    ),
+    "unknown": (
+        "cause unknown: possibly the kernel's out-of-memory killer, possibly a kill -9; journalctl -k shows which"
+    ),
+}
+
+
 def placed_line(
     placement: Placement, grant: Grant, identity: HistoryKey, whole: bool, waited_s: float
 ) -> str:
     """Return where a process runs, its memory, and the reason for its budget.
 
-    Args:
-        placement: Its devices.
-        grant: Its requested budget.
-        identity: The history that it uses.
-        whole: It has all free memory of its devices.
-        waited_s: Seconds that the task run waited for it.
+    `whole`: it has all free memory of its devices. The task run waited `waited_s` seconds for it.
     """
     shares = any(r.probe for r in placement.reservations)
-    where = ", ".join(device.label for device in placement.devices)
+    on = ", ".join(device.label for device in placement.devices)
     budget = format_bytes(min(placement.budget_bytes))
     budget += " on each" if len(placement.devices) > 1 else ""
     if grant.after_oom:
@@ -45,23 +67,19 @@ def placed_line(
     elif grant.source == "tag":
         why = "from its tag gpu:memory"
     elif (runs := grant.learned_runs.get(placement.devices[0].name)) and not shares:
-        why = _learned_words(runs, identity)
+        where = "outside a flow" if identity.flow_name is None else "in this flow"
+        equal = "equal gpu:learn_by values" if identity.learn_by else ""
+        chosen = identity.learn_by_words or equal
+        why = f"learned from {runs} {'run' if runs == 1 else 'runs'} of this task {where}"
+        why += f" with {chosen}" if chosen else ""
     else:
         why = "no earlier run has shown what it needs"
         why += f"; {grant.alone_because}" if grant.alone_because else ""
-    how = f"alone on {where} with all that is free, " if whole else f"on {where} with a budget of "
+    how = f"alone on {on} with all that is free, " if whole else f"on {on} with a budget of "
     if shares:
-        how = f"on {where}, where other first runs may be, with at most "
+        how = f"on {on}, where other first runs may be, with at most "
     waited = f" after {format_seconds(waited_s)}" if waited_s >= LEAST_WAIT_S else ""
     return f"Placed{waited} {how}{budget} ({why})"
-
-
-def _learned_words(runs: int, identity: HistoryKey) -> str:
-    """Return the text about the runs that a budget was learned from, chosen by `HistoryKey`."""
-    count = "1 run" if runs == 1 else f"{runs} runs"
-    where = "outside a flow" if identity.flow_name is None else "in this flow"
-    values = identity.learn_by_words or ("equal gpu:learn_by values" if identity.learn_by else "")
-    return f"learned from {count} of this task {where}{f' with {values}' if values else ''}"
 
 
 def ended_line(report: TaskReport) -> str:
@@ -74,6 +92,99 @@ def ended_line(report: TaskReport) -> str:
     return f"{OUTCOME_WORDS[report.outcome].capitalize()}: {ran}, {used}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, with the class name unless the class is of this package."""
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except Exception:  # noqa: BLE001 - a user's class may have no text
+        text = ""
+    if isinstance(error, (PrefectGPUError, CancelledByRunner)):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error in one line for the log: PyTorch's text has six sentences, of which the first is enough."""
+    return textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
+
+
+def conclude(
+    outcome: process_run.Failure, plan: TaskPlan, record: ProcessRecord
+) -> tuple[BaseException, Verdict]:
+    """Return the error and the verdict of a process without a value."""
+    match outcome:
+        case process_run.Failed(error, traceback):
+            verdict = Verdict("failed", _last_line(traceback))
+        case process_run.OutOfMemory(error, traceback):
+            verdict = Verdict("oom", _last_line(traceback))
+        case ChildRefused(error):
+            return error, Verdict("failed", first_line(error))
+        case process_run.Quit(raised, traceback):
+            assert record.pid is not None
+            said = f": {raised}" if str(raised) else ""
+            how = f"was ended by {type(raised).__name__}{said}"
+            death = ChildDiedError(plan.task_name, record.pid, how)
+            death.__cause__ = ChildTraceback(traceback)
+            return death, Verdict("died", _last_line(traceback) or first_line(death))
+        case process_run.Died(exited, cause):
+            said = f"the process {_describe_exit(exited.code)}"
+            if line := crashed_at(exited.stderr_tail):
+                said += f"; it crashed in native code that {line} called"
+            verdict = Verdict("died", said, cause or "", stderr_tail=exited.stderr_tail)
+            return _death(plan.task_name, outcome, record), verdict
+        case process_run.TimedOut():
+            assert plan.timeout_s is not None
+            late = ChildTimeoutError(plan.task_name, plan.timeout_s)
+            return late, Verdict("timeout", first_line(late))
+        case process_run.Cancelled():
+            ended = CancelledByRunner()
+            return ended, Verdict("cancelled", first_line(ended))
+        case Lost(why):
+            return ProcessLostError(why), Verdict("died", why)
+        case process_run.EndedForOthers(where):
+            why = f"ended for other first runs on {where}, which ran short of memory"
+            alone = "it gets a device to itself"
+            return PrefectGPUError(why), Verdict("cancelled", why, next_words=alone)
+        case _:
+            assert_never(outcome)
+    if traceback:
+        attach_traceback(error, traceback)
+    return error, verdict if verdict.error else Verdict(verdict.outcome, first_line(error))
+
+
+def _last_line(traceback: str | None) -> str:
+    return (traceback or "").strip().rpartition("\n")[2]
+
+
+def _describe_exit(code: int) -> str:
+    """Return the end of a process as text: `was killed by SIGSEGV`, `ended with exit code 3`."""
+    if code < 0:
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"was killed by signal {-code}"
+    return f"ended with exit code {code} before it returned"
+
+
+def _death(task_name: str, died: process_run.Died, record: ProcessRecord) -> ChildDiedError:
+    exited, detail = died.exited, list[str]()
+    if seen := record.last_process_bytes:
+        budget = format_bytes(record.total_budget_bytes)
+        detail.append(f"last seen holding {format_bytes(seen)} of its {budget} budget")
+    if exited.killed_because:
+        detail.append(f"prefect_gpu killed it since {exited.killed_because}")
+    elif died.cause:
+        detail.append(_KILLED[died.cause])
+    if exited.truncated:
+        detail.append("it died while sending")
+    if line := crashed_at(exited.stderr_tail):
+        detail.append(f"it crashed in native code that {line} called")
+    assert record.pid is not None
+    return ChildDiedError(
+        task_name, record.pid, _describe_exit(exited.code), "; ".join(detail), exited.stderr_tail
+    )
+
+
 def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> str:
     """Return a flow run's final states and the needs of its GPU tasks, from compact reports, in at most 12 lines."""
     counts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda s: -s[1])]
@@ -82,9 +193,14 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
         tasks.setdefault(report.task_name, []).append(report)
     longest = sorted(tasks.values(), key=lambda group: -sum(r.run_s for r in group))
     peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
+    held = [
+        f"{device.label}: these tasks held at most {format_bytes(size)} of {format_bytes(device.total_bytes)}"
+        for device, size in peaks
+        if size
+    ]
     parts = (
         ([_task_line(group) for group in longest], "tasks"),
-        ([_device_line(device, size) for device, size in peaks if size], "devices"),
+        (held, "devices"),
         (list(_tag_lines(task_tags(reports))), "tags to change"),
     )
     lines = [f"GPU task runs: {', '.join(counts)}"]
@@ -111,11 +227,6 @@ def _peak_words(report: TaskReport) -> str:
         return "no device memory seen"
     peak, budget = format_bytes(report.peak_process_bytes), format_bytes(report.budget_total_bytes)
     return f"at most {peak} of {budget}"
-
-
-def _device_line(device: Device, peak_bytes: int) -> str:
-    memory = f"{format_bytes(peak_bytes)} of {format_bytes(device.total_bytes)}"
-    return f"{device.label}: these tasks held at most {memory}"
 
 
 def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect import Task
@@ -22,42 +22,24 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_engine import (
-    CancelledByRunner,
-    add_note,
-    run_engine,
-    with_body,
-)
+from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, run_engine, with_body
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
-from prefect_gpu.errors import (
-    PlacementError,
-)
+from prefect_gpu.errors import PlacementError
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
+from prefect_gpu.runner import next_step as steps
 from prefect_gpu.runner.attempt import Attempt, NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.endings import first_line, in_one_line
-from prefect_gpu.runner.next_step import (
-    REFUSED_S,
-    AskAgain,
-    Ended,
-    History,
-    Memory,
-    Raise,
-    Retry,
-    Shortage,
-    Step,
-    next_step,
-)
+from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.runner.process_run import Done
-from prefect_gpu.runner.submit_order import Place
+from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb
+from prefect_gpu.scheduling.ladder import OomHistory
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
 
@@ -69,55 +51,39 @@ TELL_S = 30.0
 ENDING_S = 10.0
 
 
+@dataclass(eq=False, repr=False)
 class BodyRun:
     """Runs the body for one call by Prefect's engine.
 
-    Args:
-        call: The call.
-        climb: Budget increases in earlier calls for the same task run.
-        numbers: Numbers of the task run's processes.
-        broker: Broker of the runner's devices.
-        launcher: Starts the processes.
-        book: Chooses their budgets.
-        report: Takes the report of each process, from any thread.
-        new_attempt: Creates an attempt; replaced in tests.
+    `climb` begins with the budget increases in earlier calls for the same task run. `_numbers` are the numbers of the task
+    run's processes. `_report` takes the report of each process, from any thread.
     """
 
-    def __init__(
-        self,
-        call: TaskCall,
-        climb: Climb,
-        numbers: Iterator[int],
-        broker: Broker,
-        launcher: Launcher,
-        book: BudgetBook,
-        report: Callable[[TaskReport], None],
-        new_attempt: Callable[[TaskCall, Grant, int, Broker, Launcher], Attempt] = Attempt,
-    ) -> None:
-        self._call = call
-        self._policy = call.plan.policy
-        #: Budget increases so far.
-        self.climb = climb
-        self._numbers = numbers
-        self._broker = broker
-        self._launcher = launcher
-        self._book = book
-        self._report = report
-        self._new_attempt = new_attempt
-        self._lock = threading.Lock()
-        self._cancelled = False
-        #: Attempts in order; at most `ladder.MOST_PROCESSES`.
-        self._attempts: list[Attempt] = []
-        self._over = threading.Event()
-        #: Histories for which its process probes beside other tasks.
-        self._probed: frozenset[HistoryKey] = frozenset()
+    _call: TaskCall
+    #: Budget increases so far.
+    climb: OomHistory
+    _numbers: Iterator[int]
+    _broker: Broker
+    _launcher: Launcher
+    _book: BudgetBook
+    _report: Callable[[TaskReport], None]
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    #: Attempts in order; at most `ladder.MOST_PROCESSES`.
+    _attempts: list[Attempt] = field(default_factory=list, init=False)
+    _over: threading.Event = field(default_factory=threading.Event, init=False)
+    #: Histories for which its process probes beside other tasks.
+    _probed: frozenset[HistoryKey] = field(default=frozenset(), init=False)
+
+    def __post_init__(self) -> None:
+        self._policy = self._call.plan.policy
 
     def cancel(self) -> None:
         """End the run in any state, from any thread; `run` then raises `CancelledByRunner`."""
         with self._lock:
             self._cancelled = True
             attempts = tuple(self._attempts)
-        self._book.wake()
+        self._book.gate.release()
         for attempt in attempts:
             # Attempts before the last may hang at their exit.
             attempt.cancel()
@@ -132,11 +98,6 @@ class BodyRun:
         deadline = time.monotonic() + timeout_s
         events = (self._over, *(attempt.finished for attempt in self._attempts))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
-
-    @property
-    def broker(self) -> Broker:
-        """Broker of its devices."""
-        return self._broker
 
     @property
     def order(self) -> tuple[int, int]:
@@ -185,13 +146,12 @@ class BodyRun:
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
-            attempt: Attempt | None = None
-            step: Step | None = None
-            short: Shortage | None = None
+            attempt = Attempt(self._call, grant, number, self._broker, self._launcher)
+            step: steps.Step | None = None
+            short: steps.Shortage | None = None
             goes_on = False
             began_s = time.monotonic()
             try:
-                attempt = self._new_attempt(self._call, grant, number, self._broker, self._launcher)
                 self._add(attempt)
                 self._book.begin_probe(self._probed, attempt.learn_need)
                 try:
@@ -200,31 +160,31 @@ class BodyRun:
                     grant = self._book.keep(grant, placement.devices[0].name)
                     if attempt.shares:
                         # The next task run with this history may make its request now.
-                        self._book.release(grant)
+                        self._book.gate.release(grant.claims)
                         grant = replace(grant, claims=frozenset())
                     whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                     ended = attempt.run()
                 except PlacementError as error:
-                    ended = Ended(ChildRefused(error), error, in_one_line(error))
+                    ended = steps.Ended(ChildRefused(error), error, in_one_line(error))
                 if isinstance(ended, Done):
                     return ended.value
-                history = History(
+                history = steps.History(
                     self._policy,
                     replace(self.climb, whole_device=attempt.whole_device),
                     self._memory(attempt, whole_bytes),
                     time.monotonic() - began_s,
                     out_of_memory,
                 )
-                step = next_step(ended, grant, history)
+                step = steps.next_step(ended, grant, history)
                 match step:
-                    case Raise(final, note, short):
+                    case steps.Raise(final, note, short):
                         if note is not None:
                             add_note(final, note)
                         raise final
-                    case Retry(_, warning, short):
+                    case steps.Retry(_, warning, short):
                         self._call.run.warn(warning)
                         out_of_memory = out_of_memory if short is None else ended.error
-                    case AskAgain(_, reason):
+                    case steps.AskAgain(_, reason):
                         if time.monotonic() - told_s >= TELL_S:
                             told_s = time.monotonic()
                             self._call.run.show_awaiting(reason)
@@ -234,19 +194,14 @@ class BodyRun:
             except NeedLearned:
                 pass
             finally:
-                if attempt is not None:
-                    self._book.end_probe(self._probed, attempt.learn_need)
+                self._book.end_probe(self._probed, attempt.learn_need)
                 # The next process, if there is one, keeps the grant.
-                over = self._probed if attempt is not None and attempt.shares else frozenset()
+                over = self._probed if attempt.shares else frozenset()
                 # Task runs with its history wait until its run is kept, which is once its memory is back.
-                self._book.begin_end(over)
+                self._book.gate.begin_end(over)
                 take = functools.partial(self._take_report, grant, not goes_on, over)
-                if attempt is None:
-                    take(None)
-                else:
-                    attempt.close(take, short)
-            assert attempt is not None
-            if isinstance(step, Retry):
+                attempt.close(take, short)
+            if isinstance(step, steps.Retry):
                 # Prefect shows the newest report: they must come in the order of the processes.
                 attempt.finished.wait(ENDING_S)
                 grant, number = step.grant, next(self._numbers)
@@ -254,13 +209,12 @@ class BodyRun:
                     self._probed, self.climb = frozenset(), short.rung.climb
                 continue
             # There was no process.
-            if isinstance(step, AskAgain):
-                self._over.wait(REFUSED_S)
+            if isinstance(step, steps.AskAgain):
+                self._over.wait(steps.REFUSED_S)
+                grant = step.grant
             with self._lock:
                 self._attempts.remove(attempt)
-            if isinstance(step, AskAgain):
-                grant = step.grant
-            else:
+            if step is None:
                 waited_s = grant.waited_s + time.monotonic() - began_s
                 grant = replace(self._first_grant(), waited_s=waited_s)
 
@@ -272,27 +226,13 @@ class BodyRun:
             attempt.cancel()
 
     def _first_grant(self) -> Grant:
-        policy, broker = self._policy, self._broker
-        capacities = broker.capacities(policy.devices, policy.nodes)
-        by_size = sorted((size, device.name) for device, size in capacities.items())
-        grant = self._book.grant(
-            self._call.identity,
-            policy.memory,
-            [device.name for device in capacities],
-            self._call.place,
-            count=policy.count,
-            capacity_bytes={name: size for size, name in by_size},
-            limit_s=policy.wait_s,
-            on_waiting=self._call.run.show_awaiting,
-            cancelled=lambda: self._cancelled,
-            probe_fraction=self._call.plan.probe_fraction,
-        )
+        policy = self._policy
+        capacities = self._broker.capacities(policy.devices, policy.nodes)
+        grant = self._book.grant(self._call, capacities, lambda: self._cancelled)
         if grant is None:
             raise CancelledByRunner
         grant = replace(grant, capacity_bytes=_most_of_each(capacities, policy.count))
         self._probed = grant.claims if grant.probe_fraction else frozenset()
-        if grant.source == "probe":
-            grant = replace(grant, alone_because=self._call.plan.alone_because)
         if self.climb.whole_device:
             return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
@@ -300,7 +240,7 @@ class BodyRun:
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
-    def _memory(self, attempt: Attempt, whole_bytes: int) -> Memory | None:
+    def _memory(self, attempt: Attempt, whole_bytes: int) -> steps.Memory | None:
         """Return the facts about a process's out-of-memory."""
         evidence, policy = attempt.evidence(), self._policy
         if evidence is None:
@@ -308,23 +248,19 @@ class BodyRun:
         capacities = self._broker.capacities(policy.devices, policy.nodes)
         capacity = _most_of_each(capacities, policy.count)
         alike = len({device.name for device in capacities}) == 1
-        return Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
+        return steps.Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
 
     def _take_report(
-        self,
-        grant: Grant,
-        release: bool,
-        ended: frozenset[HistoryKey],
-        report: TaskReport | None,
+        self, grant: Grant, release: bool, ended: frozenset[HistoryKey], report: TaskReport | None
     ) -> None:
         """Take a process's report (`None`: there was no process), release its grant, and pass the report on."""
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
         finally:
-            if release:
-                self._book.release(grant)
-            self._book.end(ended)
+            if release and grant.claims:
+                self._book.gate.release(grant.claims)
+            self._book.gate.end(ended)
             if report is not None:
                 self._report(report)
 
@@ -342,39 +278,28 @@ if TYPE_CHECKING:
     from prefect_gpu.runner.active_runner import ActiveRunner
 
 
+@dataclass(eq=False, repr=False)
 class GPUTask:
     """One submitted GPU task.
 
-    Args:
-        runner: The runner to which it was submitted.
-        task: As submitted.
-        plan: Its plan; or an error in its tags or function, which fails the task run.
-        place: In the order of `submit`.
-        submitted_at: The user's line that submitted it.
+    Instead of a plan it may have an error in its tags or function, which fails the task run. `submitted_at` is the user's
+    line that submitted it.
     """
 
-    def __init__(
-        self,
-        runner: ActiveRunner,
-        task: Task[..., Any],
-        plan: TaskPlan | Exception,
-        place: Place,
-        submitted_at: CallingLine | None,
-    ) -> None:
-        self._runner = runner
-        self._task = task
-        self._plan = plan
-        self._place = place
-        self._submitted_at = submitted_at
-        # One count for all calls of the body: Prefect's retries are further calls.
-        self._numbers = itertools.count(1)
-        self._climb = Climb()
-        #: The last call of the body.
-        self._last: BodyRun | None = None
-        #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
-        self._launcher: Launcher = process_launcher()
-        #: Kind of matching standbys on the nodes of a cluster; empty: none match.
-        self._standby = ""
+    _runner: ActiveRunner
+    _task: Task[..., Any]
+    _plan: TaskPlan | Exception
+    _place: SubmitTicket
+    _submitted_at: CallingLine | None
+    #: One count for all calls of the body: Prefect's retries are further calls.
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _climb: OomHistory = field(default=OomHistory(), init=False)
+    #: The last call of the body.
+    _last: BodyRun | None = field(default=None, init=False)
+    #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
+    _launcher: Launcher = field(default_factory=process_launcher, init=False)
+    #: Kind of matching standbys on the nodes of a cluster; empty: none match.
+    _standby: str = field(default="", init=False)
 
     def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
         """Run Prefect's engine to the task's final state, on a thread of its own. See `run_engine`."""
@@ -398,13 +323,13 @@ class GPUTask:
         try:
             return self._run_body(run, args, kwargs)
         except BaseException as error:
-            task_run = run.task_run
             outcome: Literal["failed", "cancelled"] = (
                 "failed" if isinstance(error, Exception) else "cancelled"
             )
+            found = run.task_run
             self._runner.note_unstarted(
                 UnstartedRun(
-                    task_run.id, clean_name(task_run.name), outcome, first_line(error), time.time()
+                    found.id, clean_name(found.name), outcome, first_line(error), time.time()
                 )
             )
             raise
@@ -419,26 +344,14 @@ class GPUTask:
             self._last.wait_finished(ENDING_S)
         try:
             with argument_files().share() as share:
-                identity = self._plan.identity(args, kwargs, run.flow_name)
+                plan, runner = self._plan, self._runner
+                identity = plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(
-                    self._plan,
-                    run,
-                    identity,
-                    args,
-                    kwargs,
-                    share,
-                    self._place,
-                    self._standby,
+                    plan, run, identity, args, kwargs, share, self._place, self._standby
                 )
-                broker, book = self._runner.broker(), self._runner.book()
+                broker, book, report = runner.broker(), runner.book(), runner.report
                 self._last = body = BodyRun(
-                    call,
-                    self._climb,
-                    self._numbers,
-                    broker,
-                    self._launcher,
-                    book,
-                    self._runner.report,
+                    call, self._climb, self._numbers, broker, self._launcher, book, report
                 )
                 self._runner.begin(body)
                 try:

@@ -2,14 +2,34 @@
 
 A `TaskPlan` is made once at submit, a `TaskCall` for each call of the body by Prefect's engine. Neither has a device
 or a budget: budgets are in `budgets`, the processes of a call in `submission`.
+
+The identity of a call is its history, with a digest of the arguments that `gpu:learn_by` names. Equal values have equal
+digests on every host: a digest must not depend on the process, the host, or the module of a class (`__main__` in a
+script). The values themselves are kept for reports only in words, if short and no secrets.
+
+| value | counts by |
+|---|---|
+| number | its value, `32` as `32.0`; `True` is no number |
+| text, path | its text |
+| `True`, `False`, `None` | itself |
+| enum | class and member |
+| tuple or list of these | its items in their order |
+
+Other values are a `PolicyError`: the part that memory depends on is not known.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import enum
 import functools
+import hashlib
 import inspect
+import json
+import numbers
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +44,7 @@ from prefect_gpu.engine.child_context import (
     without_parameters,
 )
 from prefect_gpu.engine.task_run import EngineRun
-from prefect_gpu.errors import NO_ROOM, PrefectGPUError, ResultError
+from prefect_gpu.errors import NO_ROOM, PolicyError, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import (
     NO_FRAMEWORK,
@@ -35,9 +55,8 @@ from prefect_gpu.frameworks.registry import (
 from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy, why_alone
 from prefect_gpu.processes.messages import Call
-from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.runner.learn_by import describe_values, digest_values
-from prefect_gpu.runner.submit_order import Place
+from prefect_gpu.reports.markup import clean_name, is_secret
+from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
@@ -46,6 +65,21 @@ from prefect_gpu.values.transport import PackedValue
 
 #: Frameworks that allocate their whole cap at their start: TensorFlow supports a cap or growth, not both.
 TAKES_AT_ONCE = frozenset({"tensorflow"})
+
+#: Characters of a digest: 48 bits distinguish the values of one task.
+DIGEST_CHARS = 12
+
+#: Nested tuples. The limit also ends the walk through a list that contains itself.
+DEPTH_LIMIT = 4
+
+#: Most characters of the words for all values of a call.
+WORDS_LIMIT = 120
+
+#: Values accepted by `digest_values`, for messages.
+ACCEPTED = (
+    f"numbers, text, True, False, None, enums, paths, and tuples or lists of these, at most {DEPTH_LIMIT} deep; give "
+    f"what memory depends on a parameter of its own, as in shape=tuple(x.shape)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +94,7 @@ class TaskPlan:
     policy: GPUPolicy
     #: Frameworks named in the tags, "none" included; empty: none named.
     named: tuple[str, ...]
-    #: Frameworks that its process loads: those of the tags, or else those found in its code and the modules of that
-    #: code.
+    #: Frameworks that its process loads: those of the tags, or else those found in its code and its code's modules.
     frameworks: tuple[str, ...]
     #: If the tags name none: frameworks in the task's own code, which share the budget.
     sharing: tuple[str, ...]
@@ -103,26 +136,20 @@ class TaskPlan:
     def identity(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], flow_name: str | None
     ) -> HistoryKey:
-        """Return the history that a call uses, for any device.
-
-        Args:
-            args: Of the call.
-            kwargs: Of the call.
-            flow_name: Flow in which the task was submitted; `None`: no flow.
+        """Return the history that a call uses, for any device. `flow_name` is that of the flow; `None`: no flow.
 
         Raises:
-            PolicyError: `gpu:learn_by` names an unknown parameter.
+            PolicyError: `gpu:learn_by` names an unknown parameter, or one whose value is not accepted.
         """
         digest = words = ""
-        if self.policy.learn_by:
+        if names := self.policy.learn_by:
             bound = inspect.signature(self.function).bind(*args, **kwargs)
             bound.apply_defaults()
-            digest = digest_values(self.function, self.policy.learn_by, bound.arguments)
-            words = describe_values(self.function, self.policy.learn_by, bound.arguments)
-        qualified_name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+            digest = digest_values(self.function, names, bound.arguments)
+            words = describe_values(self.function, names, bound.arguments)
         return HistoryKey(
             self.task_name,
-            qualified_name,
+            _name_of(self.function),
             learn_by=digest,
             learn_by_words=words,
             flow_name=flow_name,
@@ -138,15 +165,13 @@ class PlanMaker:
 
     def __init__(self, snapshots: Path | None = None) -> None:
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
-        #: By the `id` of a function, which is kept alive so that the `id` stays unique.
-        self._found: dict[int, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {}
-        #: Whether functions use Prefect, by `id` as above.
-        self._use_prefect: dict[int, tuple[Any, bool]] = {}
+        #: Facts about functions, by the `id` of a function, which is kept alive so that the `id` stays unique.
+        self._known: dict[tuple[Callable[..., Any], int], tuple[Any, Any]] = {}
 
     def make(self, task: Task[..., Any], policy: GPUPolicy, sequence: int) -> TaskPlan:
         """Return the plan of a task as submitted, with the policy of its tags and its place in the order of arrival."""
         named = tuple(share.name for share in policy.frameworks)
-        found, sharing = ((), ()) if named else self._detect(task.fn)
+        found, sharing = ((), ()) if named else self._find(_detect, task.fn)
         frameworks = tuple(name for name in named or found if name != NO_FRAMEWORK)
         alone_because = why_alone(policy)
         fraction = AT_ONCE_FRACTION if TAKES_AT_ONCE.intersection(frameworks) else 1.0
@@ -160,25 +185,24 @@ class PlanMaker:
             sharing=sharing,
             timeout_s=task.timeout_seconds,
             sequence=sequence,
-            with_prefect=logs_need_prefect(task) or self._uses_prefect(task.fn),
+            with_prefect=logs_need_prefect(task) or self._find(uses_prefect, task.fn),
             snapshots=self._snapshots,
             probe_fraction=0.0 if alone_because else fraction,
             alone_because=alone_because,
         )
 
-    def _uses_prefect(self, function: Any) -> bool:
-        known = self._use_prefect.get(id(function))
-        if known is None:
-            known = self._use_prefect[id(function)] = function, uses_prefect(function)
-        return known[1]
+    def _find(self, search: Callable[[Any], Any], function: Any) -> Any:
+        """Return the result of a search in a function's code, done once."""
+        key = search, id(function)
+        if key not in self._known:
+            self._known[key] = function, search(function)
+        return self._known[key][1]
 
-    def _detect(self, function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        known = self._found.get(id(function))
-        if known is None:
-            found = detect_frameworks(function)
-            sharing = detect_frameworks(function, whole_modules=False) if found else ()
-            known = self._found[id(function)] = function, found, sharing
-        return known[1], known[2]
+
+def _detect(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the frameworks in a function's code and the modules of that code, and those in the code alone."""
+    found = detect_frameworks(function)
+    return found, detect_frameworks(function, whole_modules=False) if found else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +219,7 @@ class TaskCall:
     #: Keeps the memory files of the arguments.
     share: Share
     #: Its place among task runs that have not requested a device yet.
-    place: Place
+    place: SubmitTicket
     #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     standby: str = ""
 
@@ -230,7 +254,7 @@ class TaskCall:
         except ResultError as error:
             if error.type_name == NO_ROOM:
                 raise
-            named = self._explain(error)
+            named = self._explain(error, bound)
             if named is not error:
                 raise named from error
             # The flow's parameters may be meant for the flow alone.
@@ -239,12 +263,11 @@ class TaskCall:
         self.run.advise_no_cache(packed.size_bytes)
         return packed
 
-    def _explain(self, error: ResultError) -> PrefectGPUError:
+    def _explain(self, error: ResultError, bound: Mapping[str, Any]) -> PrefectGPUError:
         """Return an error that names the argument or the function, or else `error` itself."""
-        function, name = self.plan.function, self.plan.task_name
-        bound = inspect.signature(function).bind(*self.args, **self.kwargs).arguments
         parts = [("argument", where, value) for where, value in bound.items()]
-        parts += [("function", where, value) for where, value in _held_by(function, name)]
+        held = _held_by(self.plan.function, self.plan.task_name)
+        parts += [("function", where, value) for where, value in held]
         for what, where, value in parts:
             try:
                 values.check(value, what, where, _reducers())
@@ -271,7 +294,111 @@ def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:
         inner = inner.__func__
     if inspect.isfunction(inner):
         variables = inspect.getclosurevars(inner)
-        for held in (variables.nonlocals, variables.globals):
-            for variable, value in held.items():
-                yield f"{variable} (used in {name})", value
+        for variable, value in (*variables.nonlocals.items(), *variables.globals.items()):
+            yield f"{variable} (used in {name})", value
     yield name, function
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def digest_values(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> str:
+    """Return the digest of some arguments of a call to a task's function: `DIGEST_CHARS` hexadecimal characters.
+
+    `names` are parameters in `gpu:learn_by`, or keys of a `**kwargs`, in any order. `arguments` are bound to the
+    parameters by name, with defaults.
+
+    Raises:
+        PolicyError: The function has no such parameter, or the type of an argument is not accepted.
+    """
+    given = _select(function, names, arguments)
+    plain = [
+        [name, _plain(name, name, given[name])] if name in given else [name]
+        for name in sorted(set(names))
+    ]
+    return hashlib.sha256(json.dumps(plain).encode("ascii")).hexdigest()[:DIGEST_CHARS]
+
+
+def describe_values(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> str:
+    """Return arguments that `digest_values` accepts in words: `batch_size=32, model=vit-b16`.
+
+    A secret, recognised by its parameter's name or its text, becomes `(secret)`.
+    """
+    given = _select(function, names, arguments)
+    words = ", ".join(f"{name}={_words(name, given[name])}" for name in sorted(given))
+    return words[:WORDS_LIMIT]
+
+
+def _select(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments by name for some parameters, without absent keys of a `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    variadic = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    rest = {} if variadic is None else arguments.get(variadic, {})
+    for name in names:
+        if name not in parameters and variadic is None:
+            raise _unknown(function, name, parameters)
+    known = {name: arguments[name] for name in names if name in parameters}
+    return known | {name: rest[name] for name in names if name not in parameters and name in rest}
+
+
+def _words(name: str, value: Any) -> str:
+    if is_secret(name):
+        return "(secret)"
+    if isinstance(value, enum.Enum):
+        return str(value.name)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_words(name, item) for item in value)}]"
+    # Python refuses to write more than 4300 digits.
+    with contextlib.suppress(ValueError):
+        text = str(value)
+        return "(secret)" if is_secret(name, text) else text
+    return type(value).__qualname__
+
+
+def _unknown(
+    function: Callable[..., Any], name: str, parameters: Mapping[str, inspect.Parameter]
+) -> PolicyError:
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    known = [p.name for p in parameters.values() if p.kind not in variadic]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean gpu:learn_by={close[0]}?" if close else ""
+    return PolicyError(
+        f"gpu:learn_by={name}",
+        f"{_name_of(function)}() has no parameter {name!r}{hint}",
+        ", ".join(known) or "none, since it has no parameters",
+    )
+
+
+def _plain(name: str, where: str, value: Any, depth: int = 0) -> Any:
+    """Return a value for JSON; a list starts with its kind. `where` is the value's path for errors: `sizes[0]`."""
+    cls = type(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        # Python 3.10 has no name for combined flags.
+        flags = isinstance(value, enum.Flag)
+        said = _plain(name, where, value.value, depth) if flags else value.name
+        return ["enum", cls.__qualname__, said]
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Rational):
+        if not (number := float(value)).is_integer():
+            return ["number", repr(number)]
+        value = int(number)
+    if isinstance(value, numbers.Integral):
+        # Not decimal: Python refuses to write more than 4300 digits.
+        return ["number", f"{int(value):x}"]
+    text = value.__fspath__() if hasattr(cls, "__fspath__") else value
+    if isinstance(text, str):
+        return ["text", str(text)]
+    if isinstance(value, (list, tuple)) and depth < DEPTH_LIMIT:
+        items = enumerate(value)
+        return ["list", [_plain(name, f"{where}[{at}]", item, depth + 1) for at, item in items]]
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    problem = f"{where} is of type {module}{cls.__qualname__}"
+    raise PolicyError(f"gpu:learn_by={name}", problem, ACCEPTED)

@@ -17,12 +17,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import Board, Named, least_whole_bytes, need_bytes, shares
+from prefect_gpu.scheduling.placement import (
+    Board,
+    Named,
+    could_hold,
+    least_whole_bytes,
+    need_bytes,
+    shares,
+)
 from prefect_gpu.scheduling.probes import allowance_bytes
 
 #: Seconds after which devices to keep are looked for again, for a request for which there were none.
@@ -82,7 +89,7 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
 
     `max_tasks` is the most reservations on it at a time; infinite: as many as fit.
     """
-    need = allowance_bytes(state) if shares(request, state) else need_bytes(request, state)
+    need = _need_bytes(request, state)
     alone = need is None or request.exclusive
     least = least_whole_bytes(state) if need is None else need
     free = state.free_bytes
@@ -90,15 +97,20 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
     # The last to end first: they are taken from the end of the list.
     held = sorted(state.reservations, key=_end_s, reverse=True)
     while at_s < math.inf:
-        if free >= least and len(held) < max_tasks and not (held and alone):
-            if not any(reservation.exclusive for reservation in held):
-                return at_s
+        joins = not alone and not any(reservation.exclusive for reservation in held)
+        if free >= least and len(held) < max_tasks and (joins or not held):
+            return at_s
         if not held:
             break
         ended = held.pop()
         at_s = max(at_s, _end_s(ended))
         free += ended.reserved_bytes
     return None
+
+
+def _need_bytes(request: Request, state: DeviceState) -> int | None:
+    """Return the bytes that must be free for a request; `None`: a whole device."""
+    return allowance_bytes(state) if shares(request, state) else need_bytes(request, state)
 
 
 def _end_s(reservation: Reservation) -> float:
@@ -111,17 +123,12 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
 
     Less than 0: not even a request for 0 bytes may be there. `max_tasks` as for `ready_s`.
     """
-    need = allowance_bytes(state) if shares(blocked, state) else need_bytes(blocked, state)
+    need = _need_bytes(blocked, state)
     if need is None or blocked.exclusive:
         return -1
-    free = state.free_bytes
-    tasks = 1
-    for reservation in state.reservations:
-        if _end_s(reservation) <= starts_s:
-            free += reservation.reserved_bytes
-        else:
-            tasks += 1
-    return free - need if tasks < max_tasks else -1
+    ended = [each.reserved_bytes for each in state.reservations if _end_s(each) <= starts_s]
+    tasks = 1 + len(state.reservations) - len(ended)
+    return state.free_bytes + sum(ended) - need if tasks < max_tasks else -1
 
 
 @dataclass(slots=True)
@@ -147,37 +154,28 @@ class _Passable(NamedTuple):
     unknown: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Backfill:
-    """Limits that the blocked requests of one scheduling pass set to later ones.
+    """Limits that the blocked requests of one scheduling pass set to later ones."""
 
-    `statuses` has the statuses of blocked requests before the pass, by id.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        statuses: Mapping[str, BlockedStatus],
-        patience: Patience,
-        now_s: float,
-    ) -> None:
-        self._board = board
-        self._before = statuses
-        self._patience = patience
-        self._now_s = now_s
-        #: Kept devices by position; `None`: the device drains. Not used while all drain.
-        self.kept: dict[int, _Kept | None] = {}
-        #: Whether all devices drain, so that no later request can start.
-        self.all_drain = False
-        self._passable: list[_Passable] = []
-        self._blocked = 0
-        #: Statuses of blocked requests that this pass has changed, by id.
-        self.statuses: dict[str, BlockedStatus] = {}
+    _board: Board
+    #: Statuses of blocked requests before the pass, by id.
+    _before: Mapping[str, BlockedStatus]
+    _patience: Patience
+    _now_s: float
+    #: Kept devices by position; `None`: the device drains. Not used while all drain.
+    kept: dict[int, _Kept | None] = field(default_factory=dict)
+    #: Whether all devices drain, so that no later request can start.
+    all_drain: bool = False
+    #: Statuses of blocked requests that this pass has changed, by id.
+    statuses: dict[str, BlockedStatus] = field(default_factory=dict)
+    _passable: list[_Passable] = field(default_factory=list)
+    _blocked: int = 0
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a later request may have a device of `kept`; the device has free memory for it."""
-        kept = self.kept[at]
-        if kept is None:
-            return False
+        """Return whether a later request may have a device, which has free memory for it."""
+        if (kept := self.kept.get(at)) is None:
+            return at not in self.kept
         if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
             return True
         state = self._board.states[at]
@@ -203,15 +201,6 @@ class Backfill:
                 self._drain(request, named)
             else:
                 self._passable.append(_Passable(rank, request, named, unknown))
-            return
-        if (
-            status is _NEW
-            and rank >= self._patience.heads
-            and self._patience.passes
-            and not request.returns
-        ):
-            # The most common case.
-            self._passable.append(_Passable(rank, request, named))
             return
         if request.returns and self._patience.passes:
             self._keep_for_return(rank, request, named, status)
@@ -280,7 +269,9 @@ class Backfill:
                 if self.kept[at] is not None:
                     return False
                 continue
-            if self._board.states[at].snapshot.error or not self._board.could_hold(request, at):
+            if self._board.states[at].snapshot.error or not could_hold(
+                request, self._board.states[at]
+            ):
                 return False
             found[at] = _Kept(rank, request, status.starts_s)
         self.kept.update(found)
@@ -307,7 +298,7 @@ class Backfill:
         ]
         best = self._first_on_one_node(request, [(0.0, at) for *_, at in sorted(usable)])
         self.kept.update(dict.fromkeys(at for _, at in best))
-        self.all_drain = list(self.kept.values()).count(None) == len(states)
+        self._note_drained()
         keys = tuple(states[at].device.key for _, at in best)
         self.statuses[request.id] = self._status(request)._replace(kept=keys, starts_s=None)
 
@@ -359,11 +350,11 @@ class Backfill:
 
     def _drain(self, request: Request, named: Named | None) -> None:
         """Drain all devices that a request could use: no later request may start there."""
-        if self._board.all_surely_fit(request):
-            self.all_drain = True
-        else:
-            self.kept.update(dict.fromkeys(self._board.usable(request, named)))
-            self.all_drain = list(self.kept.values()).count(None) == len(self._board.states)
+        self.kept.update(dict.fromkeys(self._board.usable(request, named)))
+        self._note_drained()
+
+    def _note_drained(self) -> None:
+        self.all_drain = list(self.kept.values()).count(None) == len(self._board.states)
 
 
 _NEW = BlockedStatus()

@@ -154,7 +154,7 @@ class HistoryStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class LearnedBudget:
     """The next budget of a task, as its history suggests."""
 
     #: Bytes to reserve on each device, the context included. Never more than a device could give at the last run.
@@ -173,7 +173,7 @@ class Lesson:
     need_bytes: int = 0
 
 
-def learn(runs: Iterable[PastRun]) -> Lesson | None:
+def learn(runs: Iterable[PastRun]) -> LearnedBudget | None:
     """Return the next budget from all runs of one key; `None`: no completed run has its memory measured."""
     past = tuple(runs)
     completed = [run for run in past if run.outcome == "completed" and _is_measured(run)]
@@ -184,7 +184,7 @@ def learn(runs: Iterable[PastRun]) -> Lesson | None:
     growth = _growth(completed) if floor else 1.0
     need = max(_need_bytes(run, context, growth) for run in completed)
     need_bytes = _round(max(need, floor))
-    return Lesson(
+    return LearnedBudget(
         _bounded(need_bytes, past),
         context,
         len(completed),
@@ -300,7 +300,9 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
     context = max((run.context_bytes for run in measured), default=0)
     need = max((_need_bytes(run, context, 1.0) for run in measured), default=0)
     for run in past:
-        if run.cause == "own_cap" and _was_limited(run):
+        # A run with a whole device says nothing of smaller budgets.
+        limited = run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
+        if run.cause == "own_cap" and limited:
             factor, least = OOM_FACTOR, run.wanted_bytes or 0
             if run.budget_bytes >= need:
                 # Steady memory was too little; the whole memory of a completed run was enough for that run.
@@ -313,19 +315,9 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
         next_bytes = max(next_bytes, int(run.budget_bytes * factor), least)
     if not too_small:
         return 0
-    enough = [
-        run.budget_bytes
-        for run in completed
-        if run.cap_bytes is not None
-        and run.budget_bytes > too_small
-        and not _pinched(run, completed)
-    ]
+    capped = [r for r in completed if r.cap_bytes is not None and r.budget_bytes > too_small]
+    enough = [run.budget_bytes for run in capped if not _pinched(run, completed)]
     return min([*enough, next_bytes])
-
-
-def _was_limited(run: PastRun) -> bool:
-    """Return whether a run's budget limited it: a run with a whole device says nothing of smaller budgets."""
-    return run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:

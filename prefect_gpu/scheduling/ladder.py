@@ -98,9 +98,8 @@ def classify(evidence: Evidence) -> Cause:
 def _needs_more_than_its_budget(evidence: Evidence, wanted_bytes: int) -> bool:
     if evidence.cap_bytes is not None and evidence.held_bytes is not None:
         return evidence.held_bytes + wanted_bytes > evidence.cap_bytes
-    if evidence.process_bytes is not None:
-        return evidence.process_bytes + wanted_bytes > evidence.budget_bytes
-    return False
+    held = evidence.process_bytes
+    return held is not None and held + wanted_bytes > evidence.budget_bytes
 
 
 def needed_bytes(evidence: Evidence) -> int | None:
@@ -114,7 +113,7 @@ def needed_bytes(evidence: Evidence) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Climb:
+class OomHistory:
     """The processes of one task run so far, and the memory that they were given."""
 
     #: Number of its processes.
@@ -130,24 +129,24 @@ class Climb:
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class NextAttempt:
     """Memory that the next process of a task run gets."""
 
-    climb: Climb
+    climb: OomHistory
     #: Bytes to reserve on each device; `None`: a device to itself, all that it has free.
     budget_bytes: int | None
     #: For the log: why, and how much.
     reason: str
 
 
-def next_rung(
-    climb: Climb,
+def next_attempt(
+    climb: OomHistory,
     cause: Cause,
     evidence: Evidence,
     capacity_bytes: int,
     whole_bytes: int = 0,
     alike: bool = True,
-) -> Rung | str:
+) -> NextAttempt | str:
     """Return the memory of the next process, or, if there is none, the reason as text for the error.
 
     `capacity_bytes` is the most that could ever be reserved on the largest device that the task may use, `whole_bytes`
@@ -187,8 +186,8 @@ def next_rung(
 
 
 def _give_needed(
-    climb: Climb, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
-) -> Rung:
+    climb: OomHistory, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
+) -> NextAttempt:
     """Return the memory after a probe beside others: the bytes that its error says it needs, then a whole device."""
     # Its cap was what its neighbours left, so a multiple of it says nothing. The error names one allocation and not
     # those after it: a whole device is next, and the body begins three times at most.
@@ -219,11 +218,11 @@ def _wanted(evidence: Evidence) -> str:
 
 
 def last_words(
-    cause: Cause, evidence: Evidence, rung: Rung | str, capacity_bytes: int, kind: DeviceKind
+    cause: Cause, evidence: Evidence, rung: NextAttempt | str, capacity_bytes: int, kind: DeviceKind
 ) -> str:
     """Return why a task run ends out of memory and what to write next time, as text for its state.
 
-    `rung` and `capacity_bytes` are those of `next_rung`; a `Rung` is what the task run would get without `gpu:oom=fail`.
+    `rung` and `capacity_bytes` are those of `next_attempt`; a `NextAttempt` is what the task run would get without `gpu:oom=fail`.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung
@@ -235,15 +234,16 @@ def last_words(
     return f"{why}: {remedy}; without gpu:oom=fail it runs again by itself"
 
 
-def _give(climb: Climb, budget_bytes: int, capacity_bytes: int, alike: bool, reason: str) -> Rung:
+def _give(
+    climb: OomHistory, budget_bytes: int, capacity_bytes: int, alike: bool, reason: str
+) -> NextAttempt:
     again = replace(climb, processes=climb.processes + 1)
-    if budget_bytes >= capacity_bytes:
-        whole = replace(again, whole_device=alike)
-        if not alike:
-            # Any whole device may be a small one.
-            whole = replace(whole, reached_bytes=capacity_bytes)
-        return Rung(
-            whole, None if alike else capacity_bytes, f"{reason}; it gets a device to itself"
-        )
-    again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
-    return Rung(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")
+    if budget_bytes < capacity_bytes:
+        again = replace(again, reached_bytes=max(climb.reached_bytes, budget_bytes))
+        return NextAttempt(again, budget_bytes, f"{reason}; it gets {format_bytes(budget_bytes)}")
+    # Among devices of several models, any whole device may be a small one.
+    again = replace(again, whole_device=alike)
+    again = again if alike else replace(again, reached_bytes=capacity_bytes)
+    return NextAttempt(
+        again, None if alike else capacity_bytes, f"{reason}; it gets a device to itself"
+    )

@@ -81,9 +81,7 @@ class DeviceState:
 
 
 def measure(
-    snapshot: DeviceSnapshot,
-    roots: Mapping[int, str],
-    stand_ins: Mapping[str, int],
+    snapshot: DeviceSnapshot, roots: Mapping[int, str], stand_ins: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the bytes that each request holds on one device; requests that hold nothing are left out.
 
@@ -199,15 +197,12 @@ def judge_recovery(
     bookkeeping_bytes: int = 0,
     suspended_bytes: int = 0,
 ) -> Recovery:
-    """Return whether a device shows the memory of an ended process back.
+    """Return whether a device shows the memory of an ended process back, in a reading taken after its end.
 
-    Args:
-        snapshot: A reading taken after the process ended.
-        root_pid: The process.
-        ownerless_before: `ownerless_bytes` of the device before the process started.
-        tolerance_bytes: Difference on an otherwise empty device that is not reported.
-        bookkeeping_bytes: The driver's memory for each listed process beside the listed bytes: others may have come since.
-        suspended_bytes: The driver's own memory for suspended processes, which it does not list.
+    `ownerless_before` is `ownerless_bytes` of the device before the process started. A difference of `tolerance_bytes` on
+    an otherwise empty device is not reported. `bookkeeping_bytes` is the driver's memory for each listed process beside
+    the listed bytes, since others may have come, and `suspended_bytes` that for suspended processes, which it does not
+    list.
     """
     if snapshot.error:
         return Recovery(complete=False, missing_bytes=None)

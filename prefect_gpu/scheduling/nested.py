@@ -180,11 +180,7 @@ def _lenders(request: Request, scene: Scene) -> frozenset[str]:
 
 
 def _lend(
-    request: Request,
-    scene: Scene,
-    style: PlacementStyle,
-    max_tasks: int | None,
-    now_s: float,
+    request: Request, scene: Scene, style: PlacementStyle, max_tasks: int | None, now_s: float
 ) -> Placement | None:
     """Place a request as if its ancestors' unused memory were free; `None`: there is too little now."""
     lenders = _lenders(request, scene)
@@ -234,18 +230,14 @@ def _loans(
 ) -> tuple[tuple[str, int], ...]:
     """Return the bytes of a reservation that each ancestor lends, the nearest first; the rest is free memory."""
     lent = lent_bytes(state.reservations)
-    unused = Counter(
-        {
-            each.request_id: scene.unused_bytes(each, lent)
-            for each in state.reservations
-            if each.request_id in lenders
-        }
-    )
+    unused = Counter[str]()
+    for each in state.reservations:
+        if each.request_id in lenders:
+            unused[each.request_id] = scene.unused_bytes(each, lent)
     loans: list[tuple[str, int]] = []
     left = reservation.reserved_bytes
     for lender in reversed(request.ancestors):
-        taken = min(left, unused[lender])
-        if taken > 0:
+        if (taken := min(left, unused[lender])) > 0:
             loans.append((lender, taken))
             left -= taken
     return tuple(loans)

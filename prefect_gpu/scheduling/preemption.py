@@ -22,18 +22,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling import placement
 from prefect_gpu.scheduling.backfill import ready_s
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.placement import (
-    could_hold,
-    fits_now,
-    is_open,
-    need_bytes,
-    select_devices,
-    shares,
-)
-from prefect_gpu.scheduling.scheduling_pass import Shape
+from prefect_gpu.scheduling.scheduling_pass import Shape, shape_of
 from prefect_gpu.units import GIB
 
 #: Bytes a second from a device to the host and back: 32 GiB took 15 to 18 s out and 5.4 to 7.4 s in (H200, driver
@@ -123,15 +116,10 @@ def plan(
     it. The first request without a plan, and each suspended task that waits for its return, keep the devices where they
     are expected to start soonest from the plans of later requests.
 
-    Args:
-        blocked: Requests of all brokers that wait for devices after a scheduling pass, in the order of the queue.
-        states: All devices after the placements of the pass.
-        running: Tasks that hold devices, by request id.
-        host_room_bytes: By `Device.host`: the machine's own bytes that processes could use now, less the bytes still to
-            come of tasks that are resumed while their memory is on its way out.
-        now_s: Monotonic seconds.
-        max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        refuses: Returns whether no process may start for a request on a node now.
+    `blocked` has the requests of all brokers that wait after a scheduling pass, in the order of the queue; `states` are the
+    devices after it. `host_room_bytes` has the machine's own bytes that processes could use now, less the bytes still to
+    come of tasks that are resumed while their memory is on its way out. `max_tasks` is the most tasks on a device at a
+    time; `None`: as many as fit. `refuses` returns whether no process may start for a request on a node now.
     """
     asked = {task.suspended_for for task in running.values() if task.suspended_for}
     if not asked and not any(task.preemptible for task in running.values()):
@@ -143,7 +131,7 @@ def plan(
         if request.returns:
             machine.keep(request)
         elif request.id in asked or len(plans) < HEADS:
-            shape = request.priority, Shape.of(request)
+            shape = request.priority, shape_of(request)
             if shape in helpless and request.id not in asked:
                 continue
             found = machine.choose(request)
@@ -224,7 +212,7 @@ class _Machine:
         """Choose and book the tasks that are suspended for a request; `None`: the request waits."""
         usable = self._usable(request)
         # The need of a shared first run is not known, nor how much would have to be suspended.
-        if any(shares(request, state) for state in usable):
+        if any(placement.shares(request, state) for state in usable):
             return None
         ready = sorted(at_s for _, at_s in self._times(request, usable))
         wait_s = ready[request.count - 1] - self._now_s if len(ready) >= request.count else math.inf
@@ -248,7 +236,7 @@ class _Machine:
     def _usable(self, request: Request) -> list[DeviceState]:
         """Return the devices that a request may use, in the order of its tag."""
         try:
-            found = select_devices(request, list(self._states.values()))
+            found = placement.select_devices(request, list(self._states.values()))
         except PlacementError:
             # The next pass refuses it.
             return []
@@ -258,7 +246,7 @@ class _Machine:
             if state.device.key not in self._kept
             and not state.snapshot.error
             and not self._refuses(request, state.device.host)
-            and could_hold(request, state)
+            and placement.could_hold(request, state)
         ]
 
     def _times(
@@ -300,7 +288,7 @@ class _Machine:
 
     def _fits(self, request: Request, state: DeviceState) -> bool:
         """Return whether a device can hold a request."""
-        return fits_now(request, state) and len(state.reservations) < self._most
+        return placement.fits_now(request, state) and len(state.reservations) < self._most
 
     def _may_go(self, task: Running, held: Reservation, request: Request) -> bool:
         """Return whether a task may be suspended for a request, by the task alone."""
@@ -339,7 +327,7 @@ class _Machine:
             and key not in self._taken
             and key not in self._kept
             and (state := states.get(key)) is not None
-            and is_open(state)
+            and placement.is_open(state)
             and not (held.exclusive and state.reservations)
             and state.free_bytes >= held.reserved_bytes
             and len(state.reservations) < self._most
@@ -365,7 +353,7 @@ class _Machine:
         ends_s = None if request.expected_s is None else self._now_s + request.expected_s
         for key in keys:
             state = states[key]
-            need = need_bytes(request, state)
+            need = placement.need_bytes(request, state)
             booked = Reservation(
                 request.id,
                 *key,

@@ -14,19 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from prefect_gpu.errors import PlacementError
+from prefect_gpu.scheduling import placement
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import DeviceKey, Memory, Placement, Request
-from prefect_gpu.scheduling.placement import (
-    Board,
-    Named,
-    check_possible,
-    device_reason,
-    select_devices,
-)
+from prefect_gpu.scheduling.model import DeviceKey, Placement, Request
+from prefect_gpu.scheduling.placement import Board, Named, least_bytes
 from prefect_gpu.scheduling.reasons import MOST_NAMES, Reason, WaitKind, shown_bytes, shown_names
 
 #: Sort key of requests; no two are equal.
@@ -38,50 +33,30 @@ def order_key(request: Request) -> OrderKey:
     return not request.returns_first, -request.priority, request.sequence, request.id
 
 
-class Shape(NamedTuple):
-    """Needs, devices and rough duration of a request: where one of a shape must wait, so must the others."""
+#: Needs, devices and rough duration of a request: where one of a shape must wait, so must the others.
+Shape: TypeAlias = tuple[object, ...]
 
-    memory: Memory
-    #: Tells 1 byte from 100 %, which are equal numbers.
-    is_fraction: bool
-    device_count: int
-    devices: tuple[str, ...]
-    exclusive: bool
-    #: Exponent of the power of two above its expected seconds; `None`: not known. A short request may be allowed to pass
-    #: a blocked one where a long one would delay it.
-    length: int | None = None
-    #: The broker that it waits at.
-    origin: str = ""
-    nodes: tuple[str, ...] = ()
-    #: 0: no probe, or one with its devices to itself.
-    probe_fraction: float = 0.0
-    #: It resumes a suspended process; while it is blocked, a device is kept for it.
-    returns: bool = False
 
-    @classmethod
-    def of(cls, request: Request) -> Shape:
-        """Return the shape of a request."""
-        return cls(
-            request.memory,
-            isinstance(request.memory, float),
-            request.count,
-            request.devices,
-            request.exclusive,
-            None if request.expected_s is None else math.frexp(request.expected_s)[1],
-            request.origin,
-            request.nodes,
-            request.probe_fraction,
-            request.returns,
-        )
+def shape_of(request: Request) -> Shape:
+    """Return the shape of a request."""
+    return (
+        request.memory,
+        # Tells 1 byte from 100 %, which are equal numbers.
+        isinstance(request.memory, float),
+        request.count,
+        request.devices,
+        request.exclusive,
+        # The power of two above its expected seconds: a short request may be allowed to pass where a long one would delay.
+        None if request.expected_s is None else math.frexp(request.expected_s)[1],
+        request.origin,
+        request.nodes,
+        request.probe_fraction,
+        request.returns,
+    )
 
 
 #: The waiting requests of one shape with their keys, in order.
 Lane: TypeAlias = list[tuple[OrderKey, Request]]
-
-
-def _least_bytes(request: Request) -> int:
-    """Return the least bytes that a request asks of a device; 0 where it depends on the device."""
-    return request.memory if type(request.memory) is int else 0
 
 
 class RequestQueue:
@@ -110,11 +85,11 @@ class RequestQueue:
     @property
     def least_bytes(self) -> int:
         """The fewest bytes of a device that a request asks for; 0 where they depend on the device."""
-        return min((_least_bytes(lane[0][1]) for lane in self.lanes), default=0)
+        return min((least_bytes(lane[0][1]) for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
         """Add a request with a unique id."""
-        shape = self._shapes[request.id] = Shape.of(request)
+        shape = self._shapes[request.id] = shape_of(request)
         bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
     def remove(self, request: Request) -> bool:
@@ -163,12 +138,11 @@ class HostState:
 
     def after(self, request: Request) -> HostState:
         """Return the resources left after a process is started for a request."""
-        return HostState(
-            self.available_bytes,
-            self.reserved_bytes + request.host_bytes,
-            self.processes + (not request.origin),
-            self.max_processes,
-            self.all_processes + 1,
+        return replace(
+            self,
+            reserved_bytes=self.reserved_bytes + request.host_bytes,
+            processes=self.processes + (not request.origin),
+            all_processes=self.all_processes + 1,
         )
 
 
@@ -190,8 +164,7 @@ class ClusterState:
 
     def refuses(self, request: Request, node: str) -> bool:
         """Return whether no process may start for a request on a node now."""
-        of_node = self.nodes.get(node)
-        return self.full or (of_node is not None and of_node.refuses(request))
+        return self.full or (node in self.nodes and self.nodes[node].refuses(request))
 
     def after(self, request: Request) -> ClusterState:
         """Return the state with one more process of this broker, if the request is its own."""
@@ -199,10 +172,7 @@ class ClusterState:
 
 
 class _NodeLimits:
-    """Refusals by the host limits of nodes in one scheduling pass.
-
-    `allows` and `in` replace those of the backfill when `Board.choose` asks.
-    """
+    """Refusals by the host limits of nodes in one scheduling pass, beside those of the backfill."""
 
     def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
         self._board = board
@@ -214,10 +184,6 @@ class _NodeLimits:
         self._short: set[str] = set()
         board.close(self._closed)
 
-    def __contains__(self, at: object) -> bool:
-        # `allows` is asked for every device.
-        return True
-
     def allows(self, at: int, request: Request) -> bool:
         """Return whether a request may have a device, device memory aside."""
         node = self._board.states[at].device.host
@@ -227,22 +193,21 @@ class _NodeLimits:
         if of_node is not None and of_node.refuses(request):
             self._short.add(node)
             return False
-        return self._by_backfill(at, request)
-
-    def _by_backfill(self, at: int, request: Request) -> bool:
-        return at not in self._backfill.kept or self._backfill.allows(at, request)
+        return self._backfill.allows(at, request)
 
     def choose(self, request: Request, named: Named | None) -> list[int] | None:
         """Choose devices for a request on a node with host resources for it."""
         self._short.clear()
-        return self._board.choose(request, named, self, self.allows)
+        return self._board.choose(request, named, self.allows)
 
     def close_for(self, request: Request, named: Named | None) -> bool:
         """Close one node after a `choose` without result; return whether only the node's own memory was missing."""
         board = self._board
         for node in sorted(self._short, key=lambda name: (-self._nodes[name].left_bytes, name)):
             there = board.nodes[node] if named is None else named.keys() & set(board.nodes[node])
-            fit = (at for at in there if self._by_backfill(at, request) and board.fits(request, at))
+            fit = (
+                at for at in there if self._backfill.allows(at, request) and board.fits(request, at)
+            )
             if sum(1 for _ in fit) >= request.count:
                 self._close(node)
                 return True
@@ -283,16 +248,14 @@ def decide(
     """Decide which requests start now and which never can.
 
     Requests of other brokers are included, so that all brokers of a machine keep one order; their own brokers carry out
-    the decisions on them.
+    the decisions on them. Requests are considered in the order of `order_key`. A blocked one limits those behind it
+    (`backfill`), and is noted only if a later one is considered, and so could pass it. If the machine's own memory blocks
+    one, it blocks all, since each needs some.
 
-    Requests are considered in the order of `order_key`. A blocked one limits those behind it (`backfill`). If the
-    machine's own memory blocks one, it blocks all, since each needs some. In a cluster, a request that one node has no
-    memory or process for may start on another. If it has its devices on some nodes but own memory on none of them, the
-    one with most memory left, where it is likely to start first, is closed to requests behind it, and the other nodes
-    go on. For a cluster of one node that is the rule of one machine. Only the first request of each shape is considered
-    until it starts, so a pass costs by shapes, not requests.
-
-    That a request is blocked is noted only if a later one is considered, and so could pass it.
+    In a cluster, a request that one node has no memory or process for may start on another. If it has its devices on some
+    nodes but own memory on none of them, the one with most memory left, where it is likely to start first, is closed to
+    requests behind it. For a cluster of one node that is the rule of one machine. Only the first request of each shape is
+    considered until it starts, so a pass costs by shapes, not requests.
 
     Args:
         queue: Waiting requests; not changed.
@@ -313,10 +276,9 @@ def decide(
     turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
         key, request = lane[0]
-        possible = board.surely_fits(request)
-        if not possible and (impossible := _refuse(lane, board)):
-            refusals += impossible
-        else:
+        impossible = [] if board.surely_fits(request) else _refuse(lane, board)
+        refusals += impossible
+        if not impossible:
             turns.append((key, request, lane, 0))
     turns.sort()
     #: Blocked requests that are not noted yet.
@@ -332,14 +294,14 @@ def decide(
         named = board.named(request) if request.devices or request.nodes else None
         chosen: list[int] | None = None
         unknown = request.origin in passive
-        if not unknown and _least_bytes(request) <= most_free_bytes:
+        if not unknown and least_bytes(request) <= most_free_bytes:
             for each in blocked:
                 backfill.block(*each)
             blocked.clear()
             if backfill.all_drain:
                 break
             if limits is None:
-                chosen = board.choose(request, named, backfill.kept, backfill.allows)
+                chosen = board.choose(request, named, backfill.allows)
             else:
                 chosen = limits.choose(request, named)
                 if chosen is None and limits.close_for(request, named):
@@ -370,11 +332,10 @@ def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:
-            check_possible(request, board.states_of(request))
+            placement.check_possible(request, board.states_of(request))
+            break
         except PlacementError as error:
             refusals.append((request, error))
-        else:
-            break
     return refusals
 
 
@@ -389,10 +350,12 @@ def explain(
 ) -> Reason:
     """Return why a request of a queue waits; `states` has all devices, other arguments as for `decide` and `Board`."""
     try:
-        eligible = select_devices(request, states)
+        eligible = placement.select_devices(request, states)
     except PlacementError as error:
         return Reason(WaitKind.REFUSAL, detail=error.problem)
-    reason = _host_reason(request, eligible, host) or device_reason(request, eligible, max_tasks)
+    reason = _host_reason(request, eligible, host) or placement.device_reason(
+        request, eligible, max_tasks
+    )
     keys = {state.device.key for state in eligible}
     ahead, tasks = 0, dict[tuple[str, bool], None]()
     for lane in sorted(queue.lanes):
@@ -440,7 +403,7 @@ def _may_use_one(request: Request, states: Sequence[DeviceState], keys: set[Devi
     if not request.devices and not request.nodes:
         return True
     try:
-        return any(state.device.key in keys for state in select_devices(request, states))
+        return any(state.device.key in keys for state in placement.select_devices(request, states))
     except PlacementError:
         # The next pass refuses it.
         return False

@@ -15,7 +15,7 @@ from prefect_gpu.reports.markdown import task_markdown
 from prefect_gpu.reports.model import TaskReport, past_run, read_metadata
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.scheduling.history import learn
-from prefect_gpu.scheduling.ladder import Climb, Evidence, last_words, next_rung
+from prefect_gpu.scheduling.ladder import Evidence, OomHistory, last_words, next_attempt
 from prefect_gpu.units import GIB, MIB, parse_bytes, readable_size
 from tests.fakes.reports import CONTEXT, device, task_report
 
@@ -313,7 +313,7 @@ def test_a_report_and_the_end_of_a_task_run_advise_the_same() -> None:
     given = int(7.75 * GIB)
     short = {"wanted_bytes": int(7.6 * GIB), **SHORT}
     evidence = Evidence(int(7.5 * GIB), int(7.5 * GIB), wanted_bytes=GIB, held_bytes=int(6.6 * GIB))
-    rung = next_rung(Climb(), "own_cap", evidence, given)
+    rung = next_attempt(OomHistory(), "own_cap", evidence, given)
     assert "write gpu:memory=100%" in last_words("own_cap", evidence, rung, given, "nvml")
     capped = run(6, budget_bytes=evidence.budget_bytes, cap_bytes=7 * GIB, capacity_bytes=given)
     assert written(replace(capped, **short)) == "100%"

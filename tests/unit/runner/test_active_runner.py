@@ -28,6 +28,11 @@ from tests.fakes.ctrl_c import press_ctrl_c, press_ctrl_c_in
 from tests.fakes.reports import FakeAPI, task_report
 
 
+@task(tags=["gpu:memory=1GiB"])
+def one() -> None:
+    pass
+
+
 def test_two_threads_that_submit_at_once_share_one_publisher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,10 +56,6 @@ def test_two_threads_that_submit_at_once_share_one_publisher(
     monkeypatch.setattr(SharedClient, "open", lambda client: None)
     monkeypatch.setattr(submission, "run_engine", lambda *args: None)
 
-    @task(tags=["gpu:memory=1GiB"])
-    def one() -> None:
-        pass
-
     with GPUTaskRunner(devices="simulated:1x8GiB", standby=0) as runner:
         threads = [threading.Thread(target=runner.submit, args=(one, {})) for _ in range(2)]
         for thread in threads:
@@ -69,10 +70,6 @@ def test_a_task_without_a_thread_fails_alone_and_the_next_one_has_one(
 ) -> None:
     monkeypatch.setattr(SharedClient, "open", lambda client: None)
     monkeypatch.setattr(submission, "run_engine", lambda *args: Completed(data=7))
-
-    @task(tags=["gpu:memory=1GiB"])
-    def one() -> None:
-        pass
 
     with GPUTaskRunner(devices="simulated:1x8GiB", standby=0, reports=False) as runner:
         with monkeypatch.context() as patch:
@@ -141,6 +138,21 @@ def test_on_a_cluster_one_warning_a_flow_says_that_no_task_is_suspended(
     assert all("gpu:preemptible has no effect on a cluster" in each for each in warnings)
 
 
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeAPI:
+    """The API that runners publish to."""
+    api = FakeAPI()
+    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
+    return api
+
+
+@pytest.fixture
+def runner(api: FakeAPI) -> ActiveRunner:
+    runner = ActiveRunner(Configuration(**KNOWN))
+    runner._open_publisher()
+    return runner
+
+
 class Body:
     """A body at whose end Ctrl-C is pressed once more."""
 
@@ -172,13 +184,9 @@ def test_ctrl_c_while_a_flow_ends_its_bodies_leaves_none_of_them(failed: bool) -
 
 
 def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
-    monkeypatch: pytest.MonkeyPatch,
+    api: FakeAPI, runner: ActiveRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = FakeAPI()
     api.go.clear()
-    runner = ActiveRunner(Configuration(**KNOWN))
-    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
-    runner._open_publisher()
     runner.report(task_report())
     flow = artifact_key("gpu-flow", "no-flow")
     end_all = runner._end_all
@@ -197,13 +205,10 @@ def test_a_signal_while_reports_are_published_neither_loses_nor_repeats_one(
 
 @pytest.mark.parametrize("ui", ["http://ui", None], ids=["a UI", "no UI is known"])
 def test_the_runners_last_line_is_the_address_of_its_report(
-    ui: str | None, monkeypatch: pytest.MonkeyPatch
+    ui: str | None, api: FakeAPI, runner: ActiveRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    runner, api = ActiveRunner(Configuration(**KNOWN)), FakeAPI()
-    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
     monkeypatch.setattr(flow_run, "log_on_flow", lambda context, text: said.append(text))
-    runner._open_publisher()
     runner._count(Completed())
     runner.report(task_report())
     # The publisher's thread has settings of its own.
@@ -222,15 +227,15 @@ def test_the_runners_last_line_is_the_address_of_its_report(
     ids=["Ctrl-C", "its function failed"],
 )
 def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
-    error: BaseException | None, count: str, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None,
+    count: str,
+    api: FakeAPI,
+    runner: ActiveRunner,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    api = FakeAPI()
     artifacts: list[Any] = []
-    runner = ActiveRunner(Configuration(**KNOWN))
     create = api.create_artifact
     monkeypatch.setattr(api, "create_artifact", lambda each: artifacts.append(each) or create(each))
-    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
-    runner._open_publisher()
     ids = [UUID(int=number) for number in range(3)]
     runner.report(task_report(task_run_id=ids[0], outcome="cancelled", error="for others"))
     runner.report(task_report(task_run_id=ids[0], attempt=2))
@@ -244,12 +249,8 @@ def test_the_report_of_a_flow_has_prefects_word_for_what_ended_with_it(
 
 
 def test_a_signal_while_the_summary_is_written_loses_no_report(
-    monkeypatch: pytest.MonkeyPatch,
+    api: FakeAPI, runner: ActiveRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = FakeAPI()
-    runner = ActiveRunner(Configuration(**KNOWN))
-    monkeypatch.setattr(SharedClient, "lend", lambda client: api.connect())
-    runner._open_publisher()
     runner.report(task_report())
     runner._count(Completed())
     pressed: list[int] = []

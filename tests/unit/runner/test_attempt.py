@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from uuid import UUID
 
 import pytest
@@ -41,13 +42,13 @@ from prefect_gpu.processes.messages import (
     ReleasedUnused,
     ReleaseUnused,
 )
-from prefect_gpu.reports.events import LEAKED, PLACED, GPUEvent
+from prefect_gpu.reports.events import LEAKED, PLACED
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.runner.process_run import Done
-from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
@@ -56,6 +57,7 @@ from prefect_gpu.suspension.moves import ProcessLostError
 from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
 from prefect_gpu.values import argument_files
+from tests.cases import cases
 
 PID = 77
 
@@ -72,42 +74,15 @@ def ended(value: Any, **said: Any) -> list[Any]:
 
 
 class FakeRun:
-    """The engine's side of a task run."""
+    """The engine's side of a task run. Texts, events and reasons are collected by the method that takes them."""
 
     def __init__(self) -> None:
         self.task_run = SimpleNamespace(id=UUID(int=1), name="task-0", flow_run_id=None)
-        self.warnings: list[str] = []
-        self.notes: list[str] = []
-        self.lines: list[str] = []
-        self.events: list[GPUEvent] = []
-        self.on_running: Callable[[], None] = lambda: None
+        self.told: dict[str, list[Any]] = {}
+        self.show_running: Callable[[], object] = lambda: None
 
-    def show_awaiting(self, reason: Reason) -> None:
-        pass
-
-    def show_placed(self, text: str) -> None:
-        self.lines.append(text)
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def advise_no_cache(self, size_bytes: int) -> None:
-        pass
-
-    def say_ended(self, text: str) -> None:
-        self.lines.append(text)
-
-    def emit(self, event: GPUEvent) -> None:
-        self.events.append(event)
-
-    def show_running(self) -> None:
-        self.on_running()
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def __getattr__(self, name: str) -> Callable[[Any], None]:
+        return self.told.setdefault(name, []).append
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
         return {}, False
@@ -121,6 +96,10 @@ class FakeBroker:
 
     kind = "simulated"
     processes = 1
+    mark_running = refresh = staticmethod(lambda *ticket: None)
+    neighbours = staticmethod(lambda ticket: ())
+    withdraw = staticmethod(lambda ticket: False)
+    foreign_growth_bytes = staticmethod(lambda ticket: 0)
 
     def __init__(self) -> None:
         self.reader = SimulatedReader(SimulatedDevices("1x24GiB"))
@@ -139,24 +118,9 @@ class FakeBroker:
     def attach(self, ticket: Ticket, pid: int) -> None:
         ticket.pid = pid
 
-    def mark_running(self, ticket: Ticket) -> None:
-        pass
-
-    def neighbours(self, ticket: Ticket) -> tuple[str, ...]:
-        return ()
-
     def end(self, ticket: Ticket) -> None:
         assert ticket.on_recovered is not None
         ticket.on_recovered(0)
-
-    def refresh(self) -> None:
-        pass
-
-    def withdraw(self, ticket: Ticket) -> bool:
-        return False
-
-    def foreign_growth_bytes(self, ticket: Ticket) -> int:
-        return 0
 
 
 class FakeChild:
@@ -186,7 +150,7 @@ class Scene:
     def __init__(
         self,
         *says: Any,
-        when_killed: tuple[Any, ...] = (),
+        when_killed: Sequence[Any] = (),
         timeout_s: float | None = None,
         **asks: Any,
     ) -> None:
@@ -197,9 +161,8 @@ class Scene:
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
         with argument_files().share() as share:
-            call = TaskCall(
-                plan, self.run, HistoryKey("task", "body"), (), {}, share, SubmitOrder().add(0)
-            )  # type: ignore[arg-type]
+            place, who = SubmitOrder().add(0), HistoryKey("task", "body")
+            call = TaskCall(plan, self.run, who, (), {}, share, place)  # type: ignore[arg-type]
             self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
 
     def go(self) -> Any:
@@ -213,6 +176,17 @@ class Scene:
         finally:
             self.attempt.close(self.reports.append)
 
+    def fail(self, error: type[BaseException], match: str | None = None) -> Any:
+        """Run the attempt, which must raise an error; return the error."""
+        with pytest.raises(error, match=match) as caught:
+            self.go()
+        return caught.value
+
+    def while_running(self, act: Callable[[], object], ends: Sequence[Any]) -> None:
+        """Have something done once the body runs; then the process ends."""
+        self.child._when_killed = list(ends)
+        self.run.show_running = lambda: (act(), self.child.kill())
+
     @property
     def report(self) -> TaskReport:
         (report,) = self.reports
@@ -224,35 +198,74 @@ def test_a_body_that_returns_is_completed() -> None:
     scene = Scene(*ended(7), ChildExited(0, ""))
     assert scene.go() == 7
     assert (scene.report.outcome, scene.report.error, scene.report.pid) == ("completed", "", PID)
-    assert [line.partition(":")[0] for line in scene.run.lines] == [
-        "Placed on device 0 with a budget of 6GiB (from its tag gpu",
-        "Completed",
-    ]
+    placed = ["Placed on device 0 with a budget of 6GiB (from its tag gpu:memory)"]
+    assert scene.run.told["show_placed"] == placed
+    assert scene.run.told["say_ended"][0].startswith("Completed: ")
 
 
 def test_a_process_emits_its_placement_and_what_it_leaves_behind() -> None:
     scene = Scene(*ended(7), ChildExited(0, ""))
     scene.broker.end = lambda ticket: ticket.on_recovered(GIB)  # type: ignore[method-assign, misc]
     scene.go()
-    assert [event.name for event in scene.run.events] == [PLACED, LEAKED]
-    assert scene.run.events[1].payload["leaked_bytes"] == GIB
+    placed, leaked = scene.run.told["emit"]
+    assert (placed.name, leaked.name, leaked.payload["leaked_bytes"]) == (PLACED, LEAKED, GIB)
 
 
-@pytest.mark.parametrize(
-    ("shortage", "outcome"),
-    [
-        pytest.param(None, "failed", id="an error"),
-        pytest.param(OutOfMemory("torch"), "oom", id="out of memory"),
-    ],
+RAISED = ValueError("no")
+LINE = "...\nValueError: no"
+GARBAGE = [BodyEnded(False), ValueArrived(b"garbage")]
+CRASH = (
+    'Current thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 12 in fit\n'
 )
-def test_a_body_that_raises_is_reported_with_the_last_line_of_its_traceback(
-    shortage: OutOfMemory | None, outcome: str
+SIGSEGV = "the process was killed by SIGSEGV"
+
+
+@cases(
+    "says, ends, error, match, reported",
+    {
+        "an error": (ended(RAISED, traceback=LINE), (0, ""), ValueError, "no", "ValueError: no"),
+        "out of memory": (
+            ended(RAISED, traceback=LINE, out_of_memory=OutOfMemory("torch")),
+            *((0, ""), ValueError, "no", "ValueError: no"),
+        ),
+        "SystemExit is the death of its process": (
+            ended(SystemExit(3), traceback="...\nSystemExit: 3"),
+            *((3, ""), ChildDiedError, "was ended by SystemExit: 3", "SystemExit: 3"),
+        ),
+        "a value that cannot be read, of a process that is gone": (
+            *(GARBAGE, (0, ""), ResultError, None, None),
+        ),
+        "it dies while it sends its value": (
+            [BodyEnded(False)],
+            *((-11, "", True), ChildDiedError, "SIGSEGV; it died while sending", SIGSEGV),
+        ),
+        "it crashes in a line of the user": (
+            [],
+            *(
+                (-11, CRASH),
+                ChildDiedError,
+                None,
+                f"{SIGSEGV}; it crashed in native code that fit ",
+            ),
+        ),
+    },
+)
+def test_how_an_attempt_fails_and_is_reported(
+    says: list[Any],
+    ends: tuple[Any, ...],
+    error: type[BaseException],
+    match: str | None,
+    reported: str | None,
 ) -> None:
-    said = {"traceback": "...\nValueError: no", "out_of_memory": shortage}
-    scene = Scene(*ended(ValueError("no"), **said), ChildExited(0, ""))
-    with pytest.raises(ValueError, match="no"):
-        scene.go()
-    assert (scene.report.outcome, scene.report.error) == (outcome, "ValueError: no")
+    scene = Scene(*says, ChildExited(*ends[:2], truncated=len(ends) > 2))
+    scene.fail(error, match)
+    outcome = "died" if error is ChildDiedError else "failed"
+    short = says and says[0].out_of_memory is not None
+    assert scene.report.outcome == ("oom" if short else outcome)
+    if reported is not None:
+        assert scene.report.error.startswith(reported)
+    if ends[1]:
+        assert scene.report.error.endswith("fit (/home/ada/train.py:12) called")
 
 
 def test_changes_of_a_body_are_applied_once_its_value_is_there(
@@ -265,114 +278,64 @@ def test_changes_of_a_body_are_applied_once_its_value_is_there(
     scene = Scene(*ended(7, changes=packed), ChildExited(0, ""))
     assert scene.go() == 7 and applied == [changes]
     scene = Scene(BodyEnded(False, changes=packed), ChildExited(-9, ""))
-    with pytest.raises(ChildDiedError):
-        scene.go()
+    scene.fail(ChildDiedError)
     assert applied == [changes], "its value did not come"
-
-
-def test_a_body_that_raises_system_exit_is_the_death_of_its_process() -> None:
-    scene = Scene(*ended(SystemExit(3), traceback="...\nSystemExit: 3"), ChildExited(3, ""))
-    with pytest.raises(ChildDiedError, match="was ended by SystemExit: 3"):
-        scene.go()
-    assert (scene.report.outcome, scene.report.error) == ("died", "SystemExit: 3")
-
-
-def test_a_value_that_cannot_be_read_fails_though_the_process_is_gone_before_it_is_opened() -> None:
-    garbage = values.dumps(b"no pickle", "return value", "result").open()
-    garbage = memoryview(b"garbage") if isinstance(garbage, memoryview) else b"garbage"
-    scene = Scene(BodyEnded(False), ValueArrived(garbage), ChildExited(0, ""))
-    with pytest.raises(ResultError):
-        scene.go()
-    assert scene.report.outcome == "failed"
-
-
-def test_a_process_that_dies_sending_its_value_has_died() -> None:
-    scene = Scene(BodyEnded(False), ChildExited(-11, "", truncated=True))
-    with pytest.raises(ChildDiedError, match="was killed by SIGSEGV; it died while sending"):
-        scene.go()
-    assert (scene.report.outcome, scene.report.error) == (
-        "died",
-        "the process was killed by SIGSEGV",
-    )
-
-
-def test_the_report_of_a_process_that_crashed_names_the_users_line() -> None:
-    said = 'Current thread 0x1 (most recent call first):\n  File "/home/ada/train.py", line 12 in fit\n'
-    scene = Scene(ChildExited(-11, said))
-    with pytest.raises(ChildDiedError):
-        scene.go()
-    assert scene.report.error == (
-        "the process was killed by SIGSEGV; it crashed in native code that fit (/home/ada/train.py:12) called"
-    )
 
 
 def test_a_sigkill_from_outside_has_an_unknown_cause() -> None:
     scene = Scene(ChildExited(-9, "last words"))
-    with pytest.raises(ChildDiedError, match="cause unknown") as caught:
-        scene.go()
-    assert caught.value.stderr_tail == "last words"
-    assert "\n" not in str(caught.value)
+    died = scene.fail(ChildDiedError, "cause unknown")
+    assert died.stderr_tail == "last words" and "\n" not in str(died)
     # The terminal has shown it when the child wrote it.
-    (note,) = scene.run.notes
-    assert "last words" in note and not scene.run.warnings
+    (note,) = scene.run.told["note"]
+    assert "last words" in note and "warn" not in scene.run.told
     assert (scene.report.outcome, scene.report.cause) == ("died", "unknown")
     assert scene.report.stderr_tail == "last words"
 
 
 def exceed(scene: Scene) -> None:
-    """Make a reading show more than the budget, once the body runs."""
-
-    def read() -> None:
-        assert scene.broker.ticket.on_measured is not None
-        scene.broker.ticket.on_measured(1.0, (Measured(8 * GIB),))
-
-    scene.run.on_running = read
+    """Have a reading show more than the budget."""
+    assert scene.broker.ticket.on_measured is not None
+    scene.broker.ticket.on_measured(1.0, (Measured(8 * GIB),))
 
 
 def test_a_process_killed_over_its_budget_is_no_death_of_unknown_cause() -> None:
     scene = Scene(enforce="kill")
-    exceed(scene)
-    with pytest.raises(BudgetExceededError):
-        scene.go()
-    report = scene.report
-    assert (report.outcome, report.cause) == ("oom", "")
-    assert report.error.endswith("held 8GiB of a device, above its budget of 6GiB")
+    scene.run.show_running = lambda: exceed(scene)
+    scene.fail(BudgetExceededError)
+    assert (scene.report.outcome, scene.report.cause) == ("oom", "")
+    assert scene.report.error.endswith("held 8GiB of a device, above its budget of 6GiB")
     evidence = scene.attempt.evidence()
     assert evidence is not None and evidence.says_own_cap
 
 
 def test_a_process_over_its_budget_is_warned_of_and_runs_on_unless_it_is_to_be_killed() -> None:
     scene = Scene()
-    exceed(scene)
-    scene.child._when_killed = ended(7)
-    scene.run.warn = lambda text: (scene.run.warnings.append(text), scene.child.kill())  # type: ignore[method-assign]
+    scene.while_running(lambda: exceed(scene), ended(7))
     assert scene.go() == 7
-    (warning,) = scene.run.warnings
+    (warning,) = scene.run.told["warn"]
     assert warning.endswith("gpu:enforce=kill would end it")
     assert scene.report.outcome == "completed"
 
 
 def test_a_value_that_comes_after_the_time_is_up_does_not_count() -> None:
-    scene = Scene(when_killed=tuple(ended(7)), timeout_s=0.0)
-    with pytest.raises(ChildTimeoutError):
-        scene.go()
+    scene = Scene(when_killed=ended(7), timeout_s=0.0)
+    scene.fail(ChildTimeoutError)
     assert scene.report.outcome == "timeout"
     assert scene.report.error.startswith("GPU task 'task' ran longer")
 
 
 def test_a_cancelled_attempt_kills_its_process() -> None:
     scene = Scene()
-    scene.run.on_running = scene.attempt.cancel
-    with pytest.raises(CancelledByRunner):
-        scene.go()
+    scene.run.show_running = scene.attempt.cancel
+    scene.fail(CancelledByRunner)
     assert scene.report.outcome == "cancelled"
 
 
 def test_a_process_that_cannot_be_started_has_no_report() -> None:
     scene = Scene()
     scene.child._says = [ChildRefused(OSError("no process"))]
-    with pytest.raises(OSError, match="no process"):
-        scene.go()
+    scene.fail(OSError, "no process")
     assert scene.reports == [None]
     assert scene.attempt.finished.is_set()
 
@@ -383,57 +346,39 @@ def test_a_process_that_breaks_the_protocol_fails_its_task(remote: bool) -> None
     end = [] if remote else [ChildExited(-9, "", killed_because="it sent what is no message")]
     scene = Scene(ChildRefused(ProtocolError("no message")), *end)
     scene.broker.reader.remote = remote
-    with pytest.raises(ProtocolError, match="no message"):
-        scene.go()
+    scene.fail(ProtocolError, "no message")
     assert (scene.report.outcome, scene.report.error) == ("failed", "no message")
 
 
 def test_an_attempt_that_is_not_placed_in_time_has_no_report_even_if_a_device_comes() -> None:
     scene = Scene()
-
-    def wait() -> None:
-        raise PlacementTimeoutError("over")
-
-    scene.broker.waits = wait
-    with pytest.raises(PlacementTimeoutError):
-        scene.go()
+    scene.broker.waits = Mock(side_effect=PlacementTimeoutError("over"))
+    scene.fail(PlacementTimeoutError)
     scene.broker.end(scene.broker.ticket)
     assert scene.reports == [None]
 
 
 def test_an_error_after_the_placement_releases_the_reservation() -> None:
     scene = Scene()
-    released: list[Ticket] = []
-
-    def end(ticket: Ticket) -> None:
-        released.append(ticket)
-        FakeBroker.end(scene.broker, ticket)
-
-    def fail(*arguments: object) -> None:
-        raise MemoryError("no memory for its simulated device")
-
-    scene.broker.end = end  # type: ignore[method-assign]
-    scene.broker.reader.process_memory = fail  # type: ignore[assignment, method-assign]
-    with pytest.raises(MemoryError):
-        scene.go()
-    assert released == [scene.broker.ticket]
+    end = scene.broker.end = Mock(wraps=scene.broker.end)  # type: ignore[method-assign]
+    error = MemoryError("no memory for its simulated device")
+    scene.broker.reader.process_memory = Mock(side_effect=error)  # type: ignore[method-assign]
+    scene.fail(MemoryError)
+    end.assert_called_once_with(scene.broker.ticket)
     assert scene.reports == [None]
     assert scene.attempt.finished.is_set()
 
 
 def test_memory_of_simulated_devices_is_given_to_a_process_on_them() -> None:
     ask = Asked("simulated_allocate", {"device_uuid": "SIM-0", "size_bytes": GIB})
-    scene = Scene(*ended(1), ChildExited(0, ""))
+    scene = Scene()
     reading: list[int] = []
 
     def running() -> None:
         scene.child._listener(ask)
         reading.extend(s.free_bytes for s in scene.broker.reader.read((PID,)))
 
-    scene.run.on_running = running
-    scene.child._says = [ChildStarted(PID), BodyStarted()]
-    scene.child._when_killed = ended(1)
-    scene.run.on_running = lambda: (running(), scene.child.kill())
+    scene.while_running(running, ended(1))
     assert scene.go() == 1
     assert reading == [23 * GIB]
     assert scene.report.peak_live_bytes == GIB
@@ -490,12 +435,10 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
         subject = subject_of(scene)
         subject.trim()
         sizes.append(subject.candidate().used_bytes)
-        scene.child.kill()
 
     monkeypatch.setattr(scene.child, "answer", answer)
     monkeypatch.setattr(scene.broker, "refresh", lambda: measure(GIB))
-    scene.child._when_killed = ended(1)
-    scene.run.on_running = running
+    scene.while_running(running, ended(1))
     scene.go()
     assert sizes == [GIB]
     assert [type(message) for message in scene.child.answers] == [ReleaseUnused]
@@ -505,13 +448,12 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_comes: bool) -> None:
     body_ended, *value = ended(7)
     scene = Scene(when_killed=(body_ended, *(value if value_comes else ()), ChildExited(-9, "")))
-    scene.run.on_running = lambda: subject_of(scene).lost("the driver has lost it")
+    scene.run.show_running = lambda: subject_of(scene).lost("the driver has lost it")
     try:
         if value_comes:
             assert scene.go() == 7
         else:
-            with pytest.raises(ProcessLostError):
-                scene.go()
+            scene.fail(ProcessLostError)
     finally:
         lost_tasks().discard("task-1a")
 
@@ -524,10 +466,8 @@ def test_a_process_that_does_not_answer_is_not_trimmed(monkeypatch: pytest.Monke
     def running() -> None:
         subject_of(scene).trim()
         done.append(len(scene.child.answers))
-        scene.child.kill()
 
-    scene.child._when_killed = ended(1)
-    scene.run.on_running = running
+    scene.while_running(running, ended(1))
     scene.go()
     assert done == [1]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,14 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
 from prefect_gpu.runner.attempt import NeedLearned
 from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
+from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.runner.next_step import Ended, Shortage
-from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers, Failed
+from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers
 from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
 from prefect_gpu.runner.submission import BodyRun
-from prefect_gpu.runner.submit_order import SubmitOrder
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.ladder import Evidence, OomHistory
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
 from tests.fakes.reports import device, task_report
@@ -65,7 +65,7 @@ class FakeAttempt:
         self.shares = grant.memory is None and grant.probe_fraction > 0
         self.whole_device = grant.memory is None and not self.shares
         #: What it was told that it needs.
-        self.learned: list[tuple[str, int]] = []
+        self.learned: list[Any] = []
         self._budget = grant.memory if isinstance(grant.memory, int) else CAPACITY
         self._report: TaskReport | None = None
         self._take: Callable[[TaskReport | None], None] | None = None
@@ -73,8 +73,8 @@ class FakeAttempt:
     def cancel(self) -> None:
         self.cancelled.set()
 
-    def learn_need(self, device_name: str, budget_bytes: int) -> None:
-        self.learned.append((device_name, budget_bytes))
+    def learn_need(self, *need: Any) -> None:
+        self.learned.append(need)
 
     def evidence(self) -> Evidence | None:
         seen = self._ends
@@ -105,29 +105,23 @@ class FakeAttempt:
             assert self.cancelled.wait(DEADLOCK_S)
             return Ended(Cancelled(), CancelledByRunner(), "")
         failed = isinstance(self._ends, OutOfMemory)
-        self._report = task_report(
-            outcome="oom" if failed else "completed", budget_bytes=self._budget
-        )
-        if failed:
-            full = Full("no room")
-            return Ended(OutOfMemoryEnd(full), full, "Full: no room")
-        if isinstance(self._ends, NodeRefusedError):
-            return Ended(ChildRefused(self._ends), self._ends, "")
-        if isinstance(self._ends, Exception):
-            return Ended(Failed(self._ends), self._ends, "")
-        if isinstance(self._ends, EndedForOthers):
-            return Ended(self._ends, RuntimeError(), "")
+        outcome = "oom" if failed else "completed"
+        self._report = task_report(outcome=outcome, budget_bytes=self._budget)
+        full = Full("no room")
+        match self._ends:
+            case OutOfMemory():
+                return Ended(OutOfMemoryEnd(full), full, "Full: no room")
+            case NodeRefusedError():
+                return Ended(ChildRefused(self._ends), self._ends, "")
+            case EndedForOthers():
+                return Ended(self._ends, RuntimeError(), "")
         return Done(self._ends)
 
     def close(self, take: Any, shortage: Shortage | None) -> None:
         self._take = take
         if self._report is not None and shortage is not None:
-            self._report = replace(
-                self._report,
-                cause=shortage.cause,
-                wanted_bytes=shortage.wanted_bytes,
-                next_words=shortage.rung.reason if shortage.rung else "",
-            )
+            words = shortage.rung.reason if shortage.rung else ""
+            self._report = replace(self._report, cause=shortage.cause, next_words=words)
         if self._report is None or not self._late:
             self.hand_on()
         self._closed.release()
@@ -146,7 +140,7 @@ class Scene:
         *ends: Any,
         late: bool = False,
         foreign: int = 0,
-        climb: Climb | None = None,
+        climb: OomHistory | None = None,
         probe_fraction: float = 0.0,
         **asks: Any,
     ) -> None:
@@ -160,17 +154,17 @@ class Scene:
         self.gate = ProbeGate()
         self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
         left = list(ends)
+
+        def new_attempt(grant: Grant, number: int) -> FakeAttempt:
+            self.numbers.append(number)
+            self.attempts.append(FakeAttempt(grant, left.pop(0), late, foreign, self.closed))
+            return self.attempts[-1]
+
         broker = SimpleNamespace(
             kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
+            new_attempt=new_attempt,
         )
-
-        def new_attempt(call: Any, grant: Grant, number: int, *services: Any) -> Any:
-            self.numbers.append(number)
-            attempt = FakeAttempt(grant, left.pop(0), late, foreign, self.closed)
-            self.attempts.append(attempt)
-            return attempt
-
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
         plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=None)
@@ -185,18 +179,50 @@ class Scene:
         )
         self.call = BodyRun(
             call,
-            climb or Climb(),
+            climb or OomHistory(),
             itertools.count(1),
             broker,  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
             self.book,
             self.reports.append,
-            new_attempt,
         )
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[list[BaseException]]:
+        """Run the call in a thread, which is cancelled at the end; give the errors that it raises."""
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self.call.run()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield raised
+        finally:
+            self.call.cancel()
+            thread.join(DEADLOCK_S)
+
+    @property
+    def probed(self) -> bool:
+        """Whether a probe of the task exists; if not, it does from now on."""
+        return not self.gate.claim([WHO.on(device().name)])
 
     @property
     def budgets(self) -> list[Any]:
         return [attempt.grant.memory for attempt in self.attempts]
+
+
+@pytest.fixture(autouse=True)
+def _attempts_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(call: Any, grant: Grant, number: int, broker: Any, launcher: Any) -> FakeAttempt:
+        made: FakeAttempt = broker.new_attempt(grant, number)
+        return made
+
+    monkeypatch.setattr(submission, "Attempt", make)
 
 
 def test_a_body_that_answers_has_one_process() -> None:
@@ -251,13 +277,6 @@ def test_a_learned_budget_that_left_first_steps_out_is_followed_by_one_that_does
     assert whole == pytest.approx(11.4 * GIB, abs=2 * MIB)
 
 
-def test_what_the_message_says_counts_where_it_is_more() -> None:
-    scene = Scene(own_cap(wanted=9 * GIB), "done")
-    scene.call.run()
-    assert scene.budgets[1] == int((GIB + 9 * GIB) * 1.1)
-    assert scene.reports[0].wanted_bytes == 10 * GIB
-
-
 def test_a_whole_device_is_the_last_rung_and_the_error_says_how_much_was_wanted() -> None:
     scene = Scene(own_cap(wanted=30 * GIB), own_cap(wanted=30 * GIB))
     with pytest.raises(Full) as caught:
@@ -265,20 +284,6 @@ def test_a_whole_device_is_the_last_rung_and_the_error_says_how_much_was_wanted(
     assert scene.budgets == [2 * GIB, None]
     (note,) = caught.value.__notes__
     assert "a whole device was not enough, 24GiB; it would have needed 31GiB in all" in note
-
-
-def test_there_are_five_processes_at_most() -> None:
-    scene = Scene(*[own_cap(wanted=1)] * 5, memory=GIB)
-    with pytest.raises(Full):
-        scene.call.run()
-    assert len(scene.budgets) == 5
-
-
-def test_a_retry_of_prefects_does_not_begin_the_climb_again() -> None:
-    scene = Scene(own_cap(), climb=Climb(processes=5))
-    with pytest.raises(Full):
-        scene.call.run()
-    assert len(scene.budgets) == 1
 
 
 def test_oom_fail_fails_at_once_and_the_report_still_says_why() -> None:
@@ -297,19 +302,6 @@ def test_an_out_of_memory_caused_by_others_keeps_the_budget_and_then_gets_a_whol
     assert [report.cause for report in scene.reports] == ["foreign"] * 3 + [""]
 
 
-def test_a_crowded_device_is_tried_again() -> None:
-    scene = Scene(device_full(), "done")
-    assert scene.call.run() == "done"
-    assert scene.reports[0].cause == "crowded"
-
-
-def test_a_process_that_cannot_be_made_leaves_no_claim() -> None:
-    scene = Scene(memory=None, allocation="growth")  # `make` finds nothing to make
-    with pytest.raises(IndexError):
-        scene.call.run()
-    assert scene.gate.claim([WHO.on(device().name)])
-
-
 def test_a_log_that_fails_leaves_no_claim() -> None:
     def fail(text: str) -> None:
         raise OSError("no log")
@@ -319,7 +311,7 @@ def test_a_log_that_fails_leaves_no_claim() -> None:
     scene.run.warn = fail
     with pytest.raises((OSError, Full)):
         scene.call.run()
-    assert scene.gate.claim([WHO.on(device().name)])
+    assert not scene.probed
 
 
 def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
@@ -330,15 +322,9 @@ def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
 
 
 def test_a_retry_begins_at_the_rung_that_was_reached() -> None:
-    scene = Scene(own_cap(), "done", climb=Climb(processes=2, reached_bytes=6 * GIB))
+    scene = Scene(own_cap(), "done", climb=OomHistory(processes=2, reached_bytes=6 * GIB))
     assert scene.call.run() == "done"
     assert scene.budgets == [6 * GIB, 9 * GIB]
-
-
-def test_one_byte_of_others_is_no_cause() -> None:
-    scene = Scene(own_cap(), "done", foreign=1)
-    scene.call.run()
-    assert scene.reports[0].cause == "own_cap"
 
 
 def test_processes_before_the_last_are_waited_for_and_cancelled_too() -> None:
@@ -348,13 +334,6 @@ def test_processes_before_the_last_are_waited_for_and_cancelled_too() -> None:
     assert not scene.call.finished and not scene.call.wait_finished(0)
     scene.call.cancel()
     assert scene.attempts[0].cancelled.is_set()
-
-
-def test_an_error_of_the_body_passes() -> None:
-    scene = Scene(ZeroDivisionError("oops"))
-    with pytest.raises(ZeroDivisionError):
-        scene.call.run()
-    assert len(scene.budgets) == 1
 
 
 def test_a_report_that_comes_after_the_value_is_kept_all_the_same() -> None:
@@ -391,31 +370,22 @@ def test_a_process_whose_end_is_never_known_holds_up_the_next_for_a_while_only(
 def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
     scene = Scene("done", late=True, memory=None, allocation="growth")
     scene.call.run()
-    assert not scene.gate.claim([WHO.on(device().name)])
+    assert scene.probed
     scene.attempts[0].hand_on()
-    assert scene.gate.claim([WHO.on(device().name)])
+    assert not scene.probed
 
 
 def test_a_probe_that_shares_a_device_leaves_its_claim_once_it_is_placed() -> None:
     scene = Scene("wait", memory=None, allocation="growth", probe_fraction=1.0)
-
-    def run() -> None:
-        with contextlib.suppress(CancelledByRunner):
-            scene.call.run()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        while not scene.gate.claim([WHO.on(device().name)]) or not scene.attempts:
+    shows = task_report(outcome="completed", peak_live_bytes=GIB)
+    with scene.running():
+        while scene.probed or not scene.attempts:
             scene.gate.release([WHO.on(device().name)])
         # What another run shows while it runs is told to it.
-        scene.book.take(WHO, task_report(outcome="completed", peak_live_bytes=GIB))
+        scene.book.take(WHO, shows)
         ((name, budget),) = scene.attempts[0].learned
         assert name == device().name and GIB < budget < 3 * GIB
-    finally:
-        scene.call.cancel()
-        thread.join(DEADLOCK_S)
-    scene.book.take(WHO, task_report(outcome="completed", peak_live_bytes=GIB))
+    scene.book.take(WHO, shows)
     assert len(scene.attempts[0].learned) == 1
 
 
@@ -470,39 +440,18 @@ def test_a_probe_asks_again_once_another_run_has_shown_what_it_needs() -> None:
 
 def test_it_can_be_cancelled_while_a_process_runs() -> None:
     scene = Scene("wait", memory=None, allocation="growth")
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            scene.call.run()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    while not scene.attempts:
-        pass
-    scene.call.cancel()
-    thread.join(DEADLOCK_S)
+    with scene.running() as raised:
+        while not scene.attempts:
+            pass
     assert isinstance(raised[0], CancelledByRunner)
     assert scene.call.wait_finished(1)
-    assert scene.gate.claim([WHO.on(device().name)])
+    assert not scene.probed
 
 
 def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:
     scene = Scene(memory=None, allocation="growth")
-    scene.gate.claim([WHO.on(device().name)])
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            scene.call.run()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    scene.call.cancel()
-    thread.join(DEADLOCK_S)
+    assert not scene.probed
+    with scene.running() as raised:
+        pass
     assert isinstance(raised[0], CancelledByRunner)
     assert not scene.attempts

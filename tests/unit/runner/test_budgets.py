@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementTimeoutError
+from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.runner import budgets
 from prefect_gpu.runner.budgets import NEVER_BYTES, BudgetBook, Grant, ProbeGate
-from prefect_gpu.runner.submit_order import SubmitOrder
+from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
@@ -23,6 +26,7 @@ from tests.fakes.reports import device, task_report
 
 WHO = HistoryKey("evaluate", "evaluate")
 MODEL = device().name
+BOTH = {"A": 100 * GIB, "B": 100 * GIB}
 
 
 def run(live: int = GIB, at: float = 1.0, **changes: Any) -> PastRun:
@@ -44,19 +48,22 @@ class Books:
     def book(self, store: Any = None) -> BudgetBook:
         return BudgetBook(store or self.store, self.gate, self.recent)
 
-    def grant(self, book: BudgetBook | None = None, **changes: Any) -> Grant | None:
-        known: dict[str, Any] = {
-            "identity": WHO,
-            "memory": None,
-            "device_names": [MODEL],
-            "place": SubmitOrder().add(0),
-            "count": 1,
-            "capacity_bytes": dict.fromkeys((MODEL, "A", "B"), 100 * GIB),
-            "limit_s": None,
-            "on_waiting": lambda why: None,
-            "cancelled": lambda: False,
-        }
-        return (book or self.book()).grant(**{**known, **changes})
+    def grant(
+        self,
+        book: BudgetBook | None = None,
+        identity: HistoryKey = WHO,
+        models: Mapping[str, int] = MappingProxyType({MODEL: 100 * GIB}),
+        on_waiting: Callable[[Reason], None] = lambda why: None,
+        cancelled: Callable[[], bool] = lambda: False,
+        **asks: Any,
+    ) -> Grant | None:
+        """Ask for a grant on one device of each model; `asks` are fields of the policy."""
+        policy = GPUPolicy(**asks)
+        plan = SimpleNamespace(policy=policy, probe_fraction=0.0, alone_because=None)
+        run, place = SimpleNamespace(show_awaiting=on_waiting), SubmitOrder().add(0)
+        call: Any = SimpleNamespace(plan=plan, identity=identity, run=run, place=place)
+        capacities = {replace(device(), name=name): size for name, size in models.items()}
+        return (book or self.book()).grant(call, capacities, cancelled)
 
     @contextmanager
     def waiting(self, **changes: Any) -> Iterator[Callable[[], Grant | None]]:
@@ -92,9 +99,7 @@ def test_a_tag_is_a_budget_and_the_history_corrects_its_context(books: Books) ->
     assert books.grant(memory=0.4) == Grant(0.4, "tag", {MODEL: 600 * MIB})
 
 
-def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(
-    books: Books,
-) -> None:
+def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(books: Books) -> None:
     book = books.book()
     probe = books.grant(book)
     assert probe is not None
@@ -102,7 +107,7 @@ def test_a_task_without_a_history_probes_and_its_siblings_wait_for_the_result(
     assert probe.claims == {WHO.on(MODEL)}
     with books.waiting() as sibling:
         book.take(WHO, task_report(outcome="completed", budget_bytes=139 * GIB))
-        book.release(probe)
+        book.gate.release(probe.claims)
         granted = sibling()
     assert granted is not None
     lesson = learn(books.recent.runs(WHO.on(MODEL)))
@@ -129,7 +134,7 @@ def test_after_a_probe_that_taught_nothing_the_next_one_probes(books: Books) -> 
     assert probe is not None
     with books.waiting() as sibling:
         book.take(WHO, task_report(outcome="failed"))
-        book.release(probe)
+        book.gate.release(probe.claims)
         granted = sibling()
     assert granted is not None and granted.source == "probe"
 
@@ -140,14 +145,14 @@ def test_a_task_that_waits_for_a_probe_can_be_cancelled(books: Books) -> None:
     book = books.book()
     with books.waiting(book=book, cancelled=over.is_set) as sibling:
         over.set()
-        book.wake()
+        book.gate.release()
         assert sibling() is None
 
 
 def test_gpu_wait_ends_the_wait_for_a_probe(books: Books) -> None:
     assert books.grant() is not None
     with pytest.raises(PlacementTimeoutError, match=r"gpu:wait=100ms .*'evaluate'.* first run"):
-        books.grant(limit_s=0.1)
+        books.grant(wait_s=0.1)
 
 
 def test_a_budget_above_any_device_is_a_device_to_itself(books: Books) -> None:
@@ -162,7 +167,7 @@ def test_of_two_models_one_is_known_and_one_task_at_a_time_finds_out_about_the_o
 ) -> None:
     books.store.add(WHO.on("A"), run())
     book = books.book()
-    first, second = (books.grant(book, device_names=["A", "B"]) for _ in range(2))
+    first, second = (books.grant(book, models=BOTH) for _ in range(2))
     assert first is not None and second is not None
     lesson = learn([run()])
     assert lesson is not None
@@ -172,17 +177,17 @@ def test_of_two_models_one_is_known_and_one_task_at_a_time_finds_out_about_the_o
     assert second.memory == ModelBudgets((known, ("B", NEVER_BYTES))) and not second.claims
     # Placed on A, it finds out nothing about B: the next one may.
     assert not book.keep(first, "A").claims
-    third = books.grant(book, device_names=["A", "B"])
+    third = books.grant(book, models=BOTH)
     assert third is not None and third.claims == {WHO.on("B")}
 
 
 def test_of_two_unknown_models_two_tasks_probe_at_once(books: Books) -> None:
     book = books.book()
-    first = books.grant(book, device_names=["A", "B"])
+    first = books.grant(book, models=BOTH)
     assert first is not None and first.memory is None
     placed = book.keep(first, "A")
     assert placed.claims == {WHO.on("A")}
-    second = books.grant(book, device_names=["A", "B"])
+    second = books.grant(book, models=BOTH)
     assert second is not None
     assert second.memory == ModelBudgets((("A", NEVER_BYTES),))
     assert (second.source, second.claims) == ("probe", {WHO.on("B")})
@@ -191,8 +196,8 @@ def test_of_two_unknown_models_two_tasks_probe_at_once(books: Books) -> None:
 def test_a_task_that_needs_both_devices_is_not_kept_off_the_unknown_one(books: Books) -> None:
     books.store.add(WHO.on("A"), run())
     book = books.book()
-    assert books.grant(book, device_names=["A", "B"], count=2) is not None
-    second = books.grant(book, device_names=["A", "B"], count=2)
+    assert books.grant(book, models=BOTH, count=2) is not None
+    second = books.grant(book, models=BOTH, count=2)
     assert second is not None and isinstance(second.memory, ModelBudgets)
     assert second.memory.get("B") is None
 
@@ -208,7 +213,7 @@ def test_unreadable_histories_are_logged_once_and_the_task_probes(
     book = books.book(Unreachable())
     first = books.grant(book)
     assert first is not None and first.source == "probe"
-    book.release(first)
+    book.gate.release(first.claims)
     assert books.grant(book) is not None
     assert caplog.text.count("no route to host") == 1
 
@@ -227,7 +232,7 @@ def test_runs_of_this_process_count_at_once_for_other_runners(books: Books) -> N
     probe = books.grant(one)
     assert probe is not None
     one.take(WHO, task_report(outcome="completed", budget_bytes=139 * GIB))
-    one.release(probe)
+    one.gate.release(probe.claims)
     granted = books.grant(other)
     assert granted is not None and granted.source == "learned"
 
@@ -248,13 +253,13 @@ def test_a_cancellation_between_the_check_and_the_wait_is_not_lost(books: Books)
 
 def test_a_budget_that_its_own_model_cannot_hold_is_a_whole_device_there(books: Books) -> None:
     books.store.add(WHO.on("A"), run(live=20 * GIB, budget_bytes=23 * GIB))
-    granted = books.grant(device_names=["A"], capacity_bytes={"A": 21 * GIB})
+    granted = books.grant(models={"A": 21 * GIB})
     assert granted is not None and granted.memory is None
 
 
 def test_no_more_is_waited_for_than_a_device_had_left_beside_others(books: Books) -> None:
     books.store.add(WHO.on(MODEL), run(live=17 * GIB, budget_bytes=22 * GIB))
-    granted = books.grant(capacity_bytes={MODEL: 23 * GIB})
+    granted = books.grant(models={MODEL: 23 * GIB})
     assert granted is not None and (granted.memory, granted.source) == (None, "learned")
 
 
@@ -265,7 +270,7 @@ def test_a_placement_has_the_expected_duration_of_its_task(
     for seconds in (4.0, 8.0, 9.0):
         books.store.add(WHO.on("A"), run(at=seconds, run_s=seconds, start_s=1.0))
     books.store.add(WHO.on("B"), run(run_s=3.0))
-    granted = books.grant(memory=memory, device_names=["A", "B"])
+    granted = books.grant(memory=memory, models=BOTH)
     assert granted is not None and granted.expected_s == 9.0, "on the slower of two models"
     assert books.book().keep(granted, "A").expected_s == 9.0
 

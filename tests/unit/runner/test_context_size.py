@@ -33,6 +33,7 @@ from prefect_gpu.runner import context_size as contexts
 from prefect_gpu.runner.context_size import ContextMeter
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import device, request
 
 POLICY = FrameworkPolicy("nvml", ("GPU-0",), (24 * GIB,), (6 * GIB,), allocation="limit")
@@ -146,15 +147,13 @@ def test_a_cap_on_several_devices_leaves_space_for_nccl_until_a_run_has_shown_wh
     assert size(800 * MIB) == 800 * MIB
 
 
-@pytest.mark.parametrize(
-    ("says", "reason"),
-    [
-        pytest.param([ChildRefused(OSError("no memory"))], "no memory", id="it cannot be started"),
-        pytest.param(
-            [ChildStarted(77), ChildExited(-11, "boom")], "it ended with -11: boom", id="it dies"
-        ),
-        pytest.param(raised(ValueError("no GPU")), "no GPU", id="it raises"),
-    ],
+@cases(
+    "says, reason",
+    {
+        "it cannot be started": ([ChildRefused(OSError("no memory"))], "no memory"),
+        "it dies": ([ChildStarted(77), ChildExited(-11, "boom")], "it ended with -11: boom"),
+        "it raises": (raised(ValueError("no GPU")), "no GPU"),
+    },
 )
 def test_what_cannot_be_measured_is_assumed_and_said(
     store: ContextStore, caplog: pytest.LogCaptureFixture, says: list[Any], reason: str

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from prefect_gpu.runner.process_record import ContextWatch
 from prefect_gpu.units import MIB
+from tests.cases import cases
 
 
 def seen_after(*events: tuple[str, int]) -> int | None:
@@ -39,15 +38,15 @@ def test_a_spike_between_two_counters_is_no_context() -> None:
     assert watch.seen_bytes == 762 * MIB
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "context"),
-    [
-        pytest.param(5, 5, 600, id="nothing was given back"),
-        pytest.param(5, 6, None, id="something was"),
-        pytest.param(5, 0, None, id="the body reset the count"),
-        pytest.param(None, 5, None, id="a framework that counts came into use"),
-        pytest.param(None, None, 600, id="nothing is counted: only the peaks are known"),
-    ],
+@cases(
+    "before, after, context",
+    {
+        "nothing was given back": (5, 5, 600),
+        "something was": (5, 6, None),
+        "the body reset the count": (5, 0, None),
+        "a framework that counts came into use": (None, 5, None),
+        "nothing is counted: only the peaks are known": (None, None, 600),
+    },
 )
 def test_a_reading_counts_where_the_allocators_gave_nothing_back(
     before: int | None, after: int | None, context: int | None
@@ -59,25 +58,23 @@ def test_a_reading_counts_where_the_allocators_gave_nothing_back(
     assert watch.seen_bytes == (None if context is None else context * MIB)
 
 
-@pytest.mark.parametrize(
-    ("events", "context"),
-    [
-        pytest.param([], None, id="nothing"),
-        pytest.param([("shown", 600)], None, id="before the first counters"),
-        pytest.param([("held", 100), ("shown", 5700)], None, id="after the last counters"),
-        pytest.param([("held", 100), ("shown", 700), ("held", 100)], 600, id="nothing changed"),
-        pytest.param(
+@cases(
+    "events, context",
+    {
+        "nothing": ([], None),
+        "before the first counters": ([("shown", 600)], None),
+        "after the last counters": ([("held", 100), ("shown", 5700)], None),
+        "nothing changed": ([("held", 100), ("shown", 700), ("held", 100)], 600),
+        "a reading between two counters is never set against the smaller": (
             [("held", 100), ("shown", 5600), ("held", 5000), ("shown", 5650), ("held", 5000)],
             650,
-            id="a reading between two counters is never set against the smaller",
         ),
-        pytest.param(
+        "a peak that no reading saw takes nothing away": (
             [("held", 5000), ("shown", 1600), ("held", 1000), ("shown", 1600), ("held", 1000)],
             600,
-            id="a peak that no reading saw takes nothing away",
         ),
-        pytest.param([("held", 9), ("shown", 0), ("held", 9)], None, id="the device tells nothing"),
-    ],
+        "the device tells nothing": ([("held", 9), ("shown", 0), ("held", 9)], None),
+    },
 )
 def test_a_context_is_seen_whatever_the_two_readers_miss(
     events: list[tuple[str, int]], context: int | None

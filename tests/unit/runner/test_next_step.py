@@ -8,13 +8,13 @@ import pytest
 
 from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.errors import (
-    ChildTimeoutError,
     NodeRefusedError,
     PlacementError,
     PlacementTimeoutError,
 )
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused
+from prefect_gpu.runner import process_run as run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.next_step import (
     REFUSED_S,
@@ -28,52 +28,46 @@ from prefect_gpu.runner.next_step import (
     Step,
     next_step,
 )
-from prefect_gpu.runner.process_run import (
-    Cancelled,
-    Died,
-    EndedForOthers,
-    Failed,
-    Failure,
-    OutOfMemory,
-    Quit,
-    TimedOut,
-)
-from prefect_gpu.scheduling.ladder import Climb, Evidence
+from prefect_gpu.scheduling.ladder import Evidence, OomHistory
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
 GRANT = Grant(2 * GIB, "tag", waited_s=5.0, probe_fraction=0.5)
-HISTORY = History(GPUPolicy(), Climb(), None, since_s=1.0)
+HISTORY = History(GPUPolicy(), OomHistory(), None, since_s=1.0)
 EVIDENCE = Evidence(2 * GIB, 2 * GIB, 0, GIB // 2, GIB, 2 * GIB, 20 * GIB, says_own_cap=True)
 MEMORY = Memory(EVIDENCE, 24 * GIB, 0, True, "nvml")
 FULL, FIRST = RuntimeError("no room"), RuntimeError("the first time")
 EXIT = ChildExited(-9, "")
 
 
-def step(outcome: Failure, history: History = HISTORY) -> Step:
-    error = outcome.error if isinstance(outcome, (Failed, OutOfMemory, ChildRefused)) else FULL
+def step(outcome: run.Failure, history: History = HISTORY) -> Step:
+    error = (
+        outcome.error if isinstance(outcome, (run.Failed, run.OutOfMemory, ChildRefused)) else FULL
+    )
     return next_step(Ended(outcome, error, "RuntimeError: no room"), GRANT, history)
 
 
 @pytest.mark.parametrize(
     "outcome",
     [
-        Failed(ValueError("no"), "tb"),
-        OutOfMemory(FULL),
-        Died(EXIT, "unknown"),
-        Quit(SystemExit(1), "tb"),
-        TimedOut(),
-        Cancelled(),
+        run.Failed(ValueError("no"), "tb"),
+        run.OutOfMemory(FULL),
+        run.Died(EXIT, "unknown"),
+        run.Quit(SystemExit(1), "tb"),
+        run.TimedOut(),
+        run.Cancelled(),
         ChildRefused(OSError("no process")),
         ChildRefused(PlacementError("too large")),
         # A body that runs a flow of its own may raise any error of this package.
-        Failed(PlacementError("within the body"), "tb"),
-        Failed(NodeRefusedError("a", "within the body"), "tb"),
+        run.Failed(PlacementError("within the body"), "tb"),
+        run.Failed(NodeRefusedError("a", "within the body"), "tb"),
     ],
     ids=repr,
 )
-def test_an_outcome_without_evidence_of_a_shortage_ends_the_task_run(outcome: Failure) -> None:
-    error = outcome.error if isinstance(outcome, (Failed, OutOfMemory, ChildRefused)) else FULL
+def test_an_outcome_without_evidence_of_a_shortage_ends_the_task_run(outcome: run.Failure) -> None:
+    error = (
+        outcome.error if isinstance(outcome, (run.Failed, run.OutOfMemory, ChildRefused)) else FULL
+    )
     assert step(outcome) == Raise(error)
 
 
@@ -84,7 +78,7 @@ def test_a_process_that_was_lost_is_replaced_by_one_with_the_same_grant() -> Non
 
 
 def test_a_first_run_that_was_ended_for_others_has_a_device_to_itself_the_next_time() -> None:
-    retry = step(EndedForOthers("device 0"))
+    retry = step(run.EndedForOthers("device 0"))
     assert isinstance(retry, Retry) and retry.warning is not None
     assert retry.grant == replace(
         GRANT, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
@@ -107,8 +101,10 @@ def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
     assert step(ChildRefused(late), after) == Raise(late)
 
 
-@pytest.mark.parametrize("outcome", [OutOfMemory(FULL), Failed(FULL), Died(EXIT, None), TimedOut()])
-def test_evidence_of_a_shortage_is_followed_by_the_ladder(outcome: Failure) -> None:
+@pytest.mark.parametrize(
+    "outcome", [run.OutOfMemory(FULL), run.Failed(FULL), run.Died(EXIT, None), run.TimedOut()]
+)
+def test_evidence_of_a_shortage_is_followed_by_the_ladder(outcome: run.Failure) -> None:
     retry = step(outcome, replace(HISTORY, memory=MEMORY))
     assert isinstance(retry, Retry) and retry.shortage is not None
     assert retry.grant == replace(
@@ -121,26 +117,21 @@ def test_evidence_of_a_shortage_is_followed_by_the_ladder(outcome: Failure) -> N
 
 
 def test_a_task_run_that_was_cancelled_climbs_no_more() -> None:
-    assert step(Cancelled(), replace(HISTORY, memory=MEMORY)) == Raise(FULL)
+    assert step(run.Cancelled(), replace(HISTORY, memory=MEMORY)) == Raise(FULL)
 
 
 def test_oom_fail_ends_the_task_run_and_says_what_to_write() -> None:
     failing = replace(HISTORY, policy=GPUPolicy(oom="fail"), memory=MEMORY)
-    end = step(OutOfMemory(FULL), failing)
+    end = step(run.OutOfMemory(FULL), failing)
     assert isinstance(end, Raise) and end.error is FULL
     assert end.note is not None and "gpu:oom=fail" in end.note
     assert end.shortage == Shortage("own_cap", 5 * GIB // 2, None)
     # A probe beside others was not given what its tag lets it fail with.
     probe = replace(MEMORY, evidence=replace(EVIDENCE, shared_probe=True))
-    assert isinstance(step(OutOfMemory(FULL), replace(failing, memory=probe)), Retry)
+    assert isinstance(step(run.OutOfMemory(FULL), replace(failing, memory=probe)), Retry)
 
 
 def test_the_last_rung_is_the_end() -> None:
-    climbed = replace(HISTORY, climb=Climb(processes=5), memory=MEMORY)
-    end = step(OutOfMemory(FULL), climbed)
+    climbed = replace(HISTORY, climb=OomHistory(processes=5), memory=MEMORY)
+    end = step(run.OutOfMemory(FULL), climbed)
     assert isinstance(end, Raise) and end.note is not None and "5 processes" in end.note
-
-
-def test_a_timeout_is_raised_as_it_is() -> None:
-    late = ChildTimeoutError("task", 3.0)
-    assert next_step(Ended(TimedOut(), late, ""), GRANT, HISTORY) == Raise(late)

@@ -23,6 +23,7 @@ from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import device
 
 CALL: Any = SimpleNamespace(
@@ -60,11 +61,86 @@ def counters(live: int, reserved: int | None) -> Counters:
     return Counters(live, reserved, live, reserved)
 
 
+#: A fact about a process, added to its record.
+Fact = Callable[[ProcessRecord], object]
+
+
+def reading(gib: float) -> Fact:
+    return lambda learned: learned.add_reading(1.0, (int(gib * GIB),))
+
+
+def counted(live_gib: float, reserved_gib: float | None, by: str = "torch") -> Fact:
+    reserved = None if reserved_gib is None else int(reserved_gib * GIB)
+    return lambda learned: learned.add_counters(counters(int(live_gib * GIB), reserved), (by,))
+
+
+def assumed(context_mib: int) -> Fact:
+    return lambda learned: learned.set_caps(None, context_mib * MIB, {})
+
+
+def finished(**said: Any) -> Fact:
+    return lambda learned: learned.add_end(BodyEnded(raised=False, **said))
+
+
+NEARLY_ALL = device().total_bytes / GIB - 0.5
+
+
+@cases(
+    "facts, peak_gib, context_gib, live_gib, reserved_gib, source, kind",
+    {
+        "the context is what the device shows above the allocator": (
+            *([reading(3), counted(1, 2)], 3, 1, 1, 2),
+        ),
+        "too short for a reading: its counters": (
+            *([assumed(512), counted(1, 2)], 2.5, 0.5, 1, 2, "framework"),
+        ),
+        "an assumed context adds up to no more than the device": (
+            [assumed(900), counted(1, NEARLY_ALL)],
+            *(device().total_bytes / GIB, 900 / 1024, 1, NEARLY_ALL, "framework"),
+        ),
+        "without counters the reading stands alone": ([reading(1)], 1, 0, None, None),
+        "a resident set that no reading saw": (
+            *([finished(host_peak_bytes=2 * GIB)], 2, 0, None, None, "host", "host"),
+        ),
+        "peaks that the body reset still count": (
+            *([reading(5), counted(3, 4), counted(1, 1)], 5, 1, 3, 4),
+        ),
+        "simulated devices know what a child could not say": (
+            [counted(1, 1, ""), lambda learned: learned.add_peaks(3 * GIB, 3 * GIB)],
+            *(3, 0, 3, 3, "simulated", "simulated"),
+        ),
+        "an allocator that keeps no reserved bytes": (
+            *([reading(3), counted(1, None, "jax")], 3, 0, 1, None),
+        ),
+    },
+    *("nvml", "nvml"),
+)
+def test_memory_in_a_report(
+    facts: list[Fact],
+    peak_gib: float,
+    context_gib: float,
+    live_gib: float | None,
+    reserved_gib: float | None,
+    source: str,
+    kind: DeviceKind,
+) -> None:
+    learned = record()
+    for add in facts:
+        add(learned)
+    found = made_of(learned, kind)
+    assert (found.peak_process_bytes, found.context_bytes) == (peak_gib * GIB, context_gib * GIB)
+    live, reserved = found.peak_live_bytes, found.peak_reserved_bytes
+    assert (None if live is None else live / GIB) == live_gib
+    assert (None if reserved is None else reserved / GIB) == reserved_gib
+    assert (found.source, found.attempt, found.queued_s) == (source, 2, 1.5)
+    assert found.history_key == "ab12", "advice on a task with gpu:learn_by is by history"
+    assert (found.outcome, found.pid) == ("died", None)
+
+
 def test_counters_that_ended_before_the_body_teach_nothing() -> None:
     learned = record()
-    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
-    learned.add_reading(1.0, (5 * GIB,))
-    learned.add_end(BodyEnded(raised=False))
+    for add in (counted(1, 2), reading(5), finished()):
+        add(learned)
     report = made_of(learned, verdict=Verdict("completed"))
     assert report.peak_live_bytes == 1 * GIB, "it is shown"
     past = past_run(report)
@@ -73,7 +149,7 @@ def test_counters_that_ended_before_the_body_teach_nothing() -> None:
 
 def test_one_process_on_one_device_needs_no_table_of_processes() -> None:
     learned = record()
-    learned.add_start(5)
+    learned.pid = 5
     learned.add_processes([{5: GIB}])
     assert made_of(learned).processes == ()
 
@@ -103,34 +179,6 @@ def test_a_body_that_starts_processes_all_the_time_fills_no_memory() -> None:
     for pid in range(2 * MOST_PROCESSES):
         learned.add_processes([{pid: GIB}])
     assert len(made_of(learned).processes) == MOST_PROCESSES + 1
-
-
-def test_the_context_is_what_the_device_shows_above_the_allocator() -> None:
-    learned = record()
-    learned.add_reading(1.0, (3 * GIB,))
-    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
-    report = made_of(learned)
-    assert (report.peak_process_bytes, report.context_bytes) == (3 * GIB, 1 * GIB)
-    assert (report.peak_live_bytes, report.peak_reserved_bytes) == (1 * GIB, 2 * GIB)
-    assert (report.source, report.attempt, report.queued_s) == ("nvml", 2, 1.5)
-    assert report.history_key == "ab12", "advice on a task with gpu:learn_by is by history"
-
-
-def test_a_process_too_short_for_a_reading_is_known_by_its_counters() -> None:
-    learned = record()
-    learned.set_caps(None, 500 * MIB, {})
-    learned.add_counters(counters(1 * GIB, 2 * GIB), ("torch",))
-    report = made_of(learned)
-    assert report.peak_process_bytes == 2 * GIB + 500 * MIB
-    assert report.source == "framework"
-
-
-def test_an_assumed_context_adds_up_to_no_more_than_the_device() -> None:
-    learned = record()
-    learned.set_caps(None, 900 * MIB, {})
-    total = device().total_bytes
-    learned.add_counters(counters(1 * GIB, total - GIB // 2), ("torch",))
-    assert made_of(learned).peak_process_bytes == total
 
 
 def test_of_several_devices_each_has_a_context() -> None:
@@ -170,53 +218,12 @@ def test_a_context_that_nothing_shows_is_never_far_too_small(
     assert made_of(learned).context_bytes == context * MIB
 
 
-def test_a_spike_between_two_counters_is_no_context() -> None:
-    learned = record()
-    learned.set_caps(None, 766 * MIB, {})
-    for shown, freed in ((5762, 0), (5000 + 2226, 0), (5762, 1464)):
-        held = Counters(GIB, 5000 * MIB, GIB, 13_000 * MIB, 0, freed * MIB)
-        learned.add_counters(held, ("torch",))
-        learned.add_reading(1.0, (shown * MIB,))
-    assert made_of(learned).context_bytes == 762 * MIB
-
-
-def test_without_counters_the_reading_stands_alone() -> None:
-    learned = record()
-    learned.add_reading(1.0, (GIB,))
-    report = made_of(learned)
-    assert (report.peak_process_bytes, report.peak_live_bytes) == (GIB, None)
-    assert (report.outcome, report.pid) == ("died", None)
-
-
-def test_a_resident_set_that_no_reading_saw_is_the_childs_own() -> None:
-    learned = record()
-    learned.add_end(BodyEnded(raised=False, host_peak_bytes=2 * GIB))
-    report = made_of(learned, "host")
-    assert (report.peak_process_bytes, report.source) == (2 * GIB, "host")
-
-
-def test_a_death_is_reported_with_the_last_reading() -> None:
+def test_a_death_is_reported_with_the_last_reading_that_showed_memory() -> None:
     learned = record()
     assert learned.last_process_bytes is None
-    learned.add_reading(1.0, (GIB,))
-    learned.add_counters(counters(1, 2), ("torch",))
-    assert learned.last_process_bytes == GIB
-
-
-def test_peaks_that_the_body_reset_still_count() -> None:
-    learned = record()
-    learned.add_reading(1.0, (5 * GIB,))
-    learned.add_counters(counters(3 * GIB, 4 * GIB), ("torch",))
-    learned.add_counters(counters(1 * GIB, 1 * GIB), ("torch",))
-    report = made_of(learned)
-    assert (report.peak_live_bytes, report.peak_reserved_bytes) == (3 * GIB, 4 * GIB)
-    assert report.context_bytes == 1 * GIB
-
-
-def test_a_killed_process_is_not_said_to_have_held_nothing() -> None:
-    learned = record()
-    learned.add_reading(1.0, (GIB,))
-    learned.add_reading(1.2, (0,))
+    for gib in (1, 0):
+        reading(gib)(learned)
+        learned.add_counters(counters(1, 2), ("torch",))
     assert learned.last_process_bytes == GIB
 
 
@@ -259,37 +266,21 @@ def test_an_out_of_memory_is_logged_with_the_decision_about_it() -> None:
 
 def test_what_the_framework_says_of_an_out_of_memory_is_reported() -> None:
     learned = record()
-    learned.add_end(
-        BodyEnded(True, OutOfMemory("torch", summary="page", snapshot_path="/a.pickle"))
-    )
+    said = OutOfMemory("torch", summary="page", snapshot_path="/a.pickle")
+    learned.add_end(BodyEnded(True, said))
     report = made_of(learned)
     assert (report.memory_summary, report.snapshot_path) == ("page", "/a.pickle")
     assert report.compact().memory_summary == ""
 
 
-def test_simulated_devices_know_what_a_child_could_not_say_before_it_died() -> None:
-    learned = record()
-    learned.add_counters(counters(1 * GIB, 1 * GIB), ())
-    learned.add_peaks(3 * GIB, 3 * GIB)
-    report = made_of(learned, "simulated")
-    assert (report.peak_live_bytes, report.peak_process_bytes) == (3 * GIB, 3 * GIB)
-
-
-def test_an_allocator_that_keeps_no_reserved_bytes_leaves_them_unknown() -> None:
-    learned = record()
-    learned.add_reading(1.0, (3 * GIB,))
-    learned.add_counters(counters(1 * GIB, None), ("jax",))
-    assert made_of(learned).peak_reserved_bytes is None
-
-
-@pytest.mark.parametrize(
-    ("used", "seen"),
-    [
-        pytest.param((), GIB, id="no framework: simulated devices"),
-        pytest.param(("torch",), GIB, id="PyTorch"),
-        pytest.param(("jax",), None, id="JAX frees before anybody looks"),
-        pytest.param(("torch", "tensorflow"), None, id="one of two"),
-    ],
+@cases(
+    "used, seen",
+    {
+        "no framework: simulated devices": ((), GIB),
+        "PyTorch": (("torch",), GIB),
+        "JAX frees before anybody looks": (("jax",), None),
+        "one of two": (("torch", "tensorflow"), None),
+    },
 )
 def test_steady_memory_is_reported_only_where_samples_can_see_it(
     used: tuple[str, ...], seen: int | None
@@ -356,12 +347,9 @@ def test_without_a_budget_to_keep_to_there_is_no_overshoot() -> None:
     assert watch(watched=False).add_reading(1.0, (9 * GIB, 9 * GIB)) is None
 
 
-@pytest.mark.parametrize(
-    ("counted", "peak_gib"),
-    [
-        pytest.param(True, 3, id="its counters plus the context stood in"),
-        pytest.param(False, 0, id="there are no counters"),
-    ],
+@cases(
+    "counted, peak_gib",
+    {"its counters plus the context stood in": (True, 3), "there are no counters": (False, 0)},
 )
 def test_a_device_whose_figures_are_not_attributed_is_not_named_as_the_source(
     counted: bool, peak_gib: int

@@ -10,7 +10,7 @@ import pytest
 from prefect.futures import PrefectConcurrentFuture
 
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
-from prefect_gpu.runner.submit_order import PATIENCE_S, Inputs, Place, SubmitOrder
+from prefect_gpu.runner.engine_threads import PATIENCE_S, Inputs, SubmitOrder, SubmitTicket
 
 
 class Tasks:
@@ -22,7 +22,7 @@ class Tasks:
         self.passed: list[int] = []
         self._threads: list[threading.Thread] = []
 
-    def come(self, *places: Place) -> None:
+    def come(self, *places: SubmitTicket) -> None:
         """Let the threads of some tasks come in, each after the one before it waits or has passed."""
         for place in places:
             waiting, done = len(self.clock._waiters), len(self.passed)
@@ -31,7 +31,7 @@ class Tasks:
             while len(self.clock._waiters) == waiting and len(self.passed) == done:
                 threading.Event().wait(0.001)
 
-    def _come(self, place: Place) -> None:
+    def _come(self, place: SubmitTicket) -> None:
         place.take_turn()
         self.passed.append(place.number)
         place.leave()

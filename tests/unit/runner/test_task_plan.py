@@ -10,6 +10,7 @@ from prefect import task
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.policy import FrameworkShare, GPUPolicy
 from prefect_gpu.runner.task_plan import PlanMaker
+from tests.cases import cases
 
 
 @task
@@ -30,31 +31,24 @@ def test_a_task_records_for_no_snapshots_by_default() -> None:
     assert PlanMaker().make(body, GPUPolicy(), 0).snapshots is None
 
 
-@pytest.mark.parametrize(
-    ("policy", "fraction", "because"),
-    [
-        pytest.param(GPUPolicy(), 1.0, None, id="what can be capped shares"),
-        pytest.param(GPUPolicy(exclusive=True), 0.0, "gpu:exclusive", id="exclusive"),
-        pytest.param(
+@cases(
+    "policy, fraction, because",
+    {
+        "what can be capped shares": (GPUPolicy(), 1.0, None),
+        "exclusive": (GPUPolicy(exclusive=True), 0.0, "gpu:exclusive"),
+        "all": (
             GPUPolicy(allocation="all", stated=frozenset({"allocation"})),
             0.0,
             "gpu:allocation=all leaves no room for others",
-            id="all",
         ),
-        pytest.param(GPUPolicy(caching=False), 0.0, "gpu:caching=off has no cap", id="no cap"),
-        pytest.param(
+        "no cap": (GPUPolicy(caching=False), 0.0, "gpu:caching=off has no cap"),
+        "no framework": (
             GPUPolicy(frameworks=(FrameworkShare("none"),)),
             0.0,
             "gpu:framework=none has no cap",
-            id="no framework",
         ),
-        pytest.param(
-            GPUPolicy(frameworks=(FrameworkShare("tensorflow"),)),
-            0.5,
-            None,
-            id="takes its cap whole",
-        ),
-    ],
+        "takes its cap whole": (GPUPolicy(frameworks=(FrameworkShare("tensorflow"),)), 0.5, None),
+    },
 )
 def test_which_tasks_of_unknown_need_may_share_a_device(
     policy: GPUPolicy, fraction: float, because: str | None

@@ -21,6 +21,7 @@ from prefect_gpu.scheduling.placement import Board
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide, explain
 from prefect_gpu.units import GIB
+from tests.cases import cases
 from tests.unit.scheduling.values import host, request, reserved, state
 
 #: Few enough to be reached.
@@ -241,36 +242,32 @@ def test_in_one_pass_no_more_of_a_kept_device_is_given_than_can_be_spared() -> N
 # What is said of a blocked request.
 
 
-@pytest.mark.parametrize(
-    ("standing", "now_s", "says"),
-    [
-        pytest.param(
+@cases(
+    "standing, now_s, says",
+    {
+        "others pass it": (
             BlockedStatus(passed=1, since_s=0.0),
             9.0,
             "; later tasks that started before it: 1",
-            id="others pass it",
         ),
-        pytest.param(
+        "they did so often enough": (
             BlockedStatus(passed=2, since_s=0.0),
             9.0,
             "; later tasks that started before it: 2; no later task may start on the devices that it can use",
-            id="they did so often enough",
         ),
-        pytest.param(
+        "a device is kept": (
             BlockedStatus(since_s=0.0, kept=(("node", "SIM-0"),), starts_s=99.0),
             9.0,
             "; device 0 kept for it, free in about 1m 30s",
-            id="a device is kept",
         ),
-        pytest.param(
+        "many are, two of which have left, and due": (
             BlockedStatus(
                 since_s=0.0, kept=tuple(("node", f"SIM-{i}") for i in range(5)), starts_s=9.0
             ),
             9.0,
             "; device 0, SIM-1, SIM-2 and others kept for it",
-            id="many are, two of which have left, and due",
         ),
-    ],
+    },
 )
 def test_what_is_done_for_a_blocked_request_is_said(
     standing: BlockedStatus, now_s: float, says: str

@@ -23,6 +23,7 @@ from prefect_gpu.scheduling.history import (
     learned_context_bytes,
 )
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 
 CONTEXT = 620 * MIB
 
@@ -80,34 +81,21 @@ histories = st.lists(past_runs(), max_size=20)
 
 
 @given(histories)
-def test_nothing_is_learned_until_a_run_has_completed(runs: list[PastRun]) -> None:
+def test_what_holds_of_every_learned_budget(runs: list[PastRun]) -> None:
     lesson = learn(runs)
+    assert learn(reversed(runs)) == lesson
     completed = [r for r in runs if r.outcome == "completed"]
     assert (lesson is None) == (not completed)
-    if lesson is not None:
-        assert lesson.runs == len(completed)
-
-
-@given(histories)
-def test_a_budget_is_a_round_number_above_the_floor_and_never_nothing(runs: list[PastRun]) -> None:
-    if (lesson := learn(runs)) is not None:
-        assert lesson.budget_bytes >= max(lesson.floor_bytes, LIVE_MARGIN_BYTES)
-        assert lesson.budget_bytes % ROUND_BYTES == 0
-
-
-@given(histories)
-def test_a_budget_holds_every_completed_run_and_the_largest_context(runs: list[PastRun]) -> None:
-    if (lesson := learn(runs)) is None:
+    if lesson is None:
         return
-    for r in runs:
-        if r.outcome != "completed":
-            continue
+    assert lesson.runs == len(completed)
+    assert lesson.budget_bytes >= max(lesson.floor_bytes, LIVE_MARGIN_BYTES)
+    assert lesson.budget_bytes % ROUND_BYTES == 0
+    for r in completed:
         live = r.live_bytes if r.steady_live_bytes is None else r.steady_live_bytes
         assert lesson.context_bytes >= r.context_bytes
-        if live is None:
-            assert lesson.budget_bytes >= r.process_bytes
-        else:
-            assert lesson.budget_bytes >= live + LIVE_MARGIN_BYTES + lesson.context_bytes
+        least = None if live is None else live + LIVE_MARGIN_BYTES + lesson.context_bytes
+        assert lesson.budget_bytes >= (r.process_bytes if least is None else least)
 
 
 @given(histories, past_runs(), st.integers(0, 64 * GIB))
@@ -137,19 +125,14 @@ def test_running_into_its_own_cap_always_raises_the_next_budget(
         assert lesson.budget_bytes > budget_bytes
 
 
-@given(histories)
-def test_the_order_of_runs_teaches_nothing(runs: list[PastRun]) -> None:
-    assert learn(reversed(runs)) == learn(runs)
-
-
-@pytest.mark.parametrize(
-    ("live_gib", "steady_gib", "least_gib", "most_gib"),
-    [
-        pytest.param(3.70, 3.70, 4.80, 4.83, id="without autotuning"),
-        pytest.param(13.05, 3.71, 4.81, 4.84, id="autotuned because the device was empty"),
-        pytest.param(4.71, 3.71, 4.81, 4.84, id="autotuned under its cap"),
-        pytest.param(13.05, None, 16.9, 17.0, id="no evidence of steps"),
-    ],
+@cases(
+    "live_gib, steady_gib, least_gib, most_gib",
+    {
+        "without autotuning": (3.70, 3.70, 4.80, 4.83),
+        "autotuned because the device was empty": (13.05, 3.71, 4.81, 4.84),
+        "autotuned under its cap": (4.71, 3.71, 4.81, 4.84),
+        "no evidence of steps": (13.05, None, 16.9, 17.0),
+    },
 )
 def test_a_resnet_50_gets_what_it_was_measured_to_need(
     live_gib: float, steady_gib: float | None, least_gib: float, most_gib: float
@@ -180,20 +163,20 @@ def test_a_run_that_did_not_complete_is_no_measure(outcome: str) -> None:
     assert learn([run(40, outcome=outcome)]) is None
 
 
-@pytest.mark.parametrize(
-    ("runs", "floor_gib"),
-    [
-        pytest.param([], 0, id="nothing went wrong"),
-        pytest.param([oom(6)], 9, id="half as much again after running out"),
-        pytest.param([oom(6), oom(9)], 13.5, id="of the largest that was too small"),
-        pytest.param([oom(6, wanted_bytes=gib(20))], 20, id="what it wanted, if that is more"),
-        pytest.param([oom(6), run(1, 7)], 7, id="what was seen to be enough"),
-        pytest.param([oom(6), run(1, 9), run(1, 7)], 7, id="the least that was enough"),
-        pytest.param([oom(6), run(1, 5)], 9, id="enough for one run, too small for another"),
-        pytest.param([oom(6, cause="foreign")], 0, id="others' memory says nothing of the budget"),
-        pytest.param([oom(6, cause="crowded")], 0, id="nor does a full device"),
-        pytest.param([oom(6), probe(1)], 9, id="a run without a cap proves no budget"),
-    ],
+@cases(
+    "runs, floor_gib",
+    {
+        "nothing went wrong": ([], 0),
+        "half as much again after running out": ([oom(6)], 9),
+        "of the largest that was too small": ([oom(6), oom(9)], 13.5),
+        "what it wanted, if that is more": ([oom(6, wanted_bytes=gib(20))], 20),
+        "what was seen to be enough": ([oom(6), run(1, 7)], 7),
+        "the least that was enough": ([oom(6), run(1, 9), run(1, 7)], 7),
+        "enough for one run, too small for another": ([oom(6), run(1, 5)], 9),
+        "others' memory says nothing of the budget": ([oom(6, cause="foreign")], 0),
+        "nor does a full device": ([oom(6, cause="crowded")], 0),
+        "a run without a cap proves no budget": ([oom(6), probe(1)], 9),
+    },
 )
 def test_the_floor_remembers_what_was_too_small(runs: list[PastRun], floor_gib: float) -> None:
     lesson = learn([run(1, 2), *runs])
@@ -223,38 +206,36 @@ def test_a_floor_outlives_the_run_that_showed_it() -> None:
     assert known_floor_bytes([run(1, 5)]) == 0
 
 
-@pytest.mark.parametrize(
-    ("slow", "floor_gib"),
-    [
-        pytest.param({"alloc_retries": 9, "step_s": 1.06}, 5, id="retries and slower steps"),
-        pytest.param({"alloc_retries": 9, "step_s": 1.04}, 0, id="retries that cost nothing"),
-        pytest.param({"alloc_retries": 0, "step_s": 2.0}, 0, id="slower for another reason"),
-        pytest.param({"alloc_retries": 9, "run_s": 12.1}, 5, id="no steps, a slower body"),
-        pytest.param({"alloc_retries": 9, "run_s": 11.9}, 0, id="no steps, noise"),
-        pytest.param(
-            {"alloc_retries": 9, "step_s": 2.0, "cap_bytes": None}, 0, id="no cap to pinch"
-        ),
-    ],
+@cases(
+    "slow, floor_gib",
+    {
+        "retries and slower steps": ({"alloc_retries": 9, "step_s": 1.06}, 5),
+        "retries that cost nothing": ({"alloc_retries": 9, "step_s": 1.04}, 0),
+        "slower for another reason": ({"alloc_retries": 0, "step_s": 2.0}, 0),
+        "no steps, a slower body": ({"alloc_retries": 9, "run_s": 12.1}, 5),
+        "no steps, noise": ({"alloc_retries": 9, "run_s": 11.9}, 0),
+        "no cap to pinch": ({"alloc_retries": 9, "step_s": 2.0, "cap_bytes": None}, 0),
+    },
 )
 def test_a_cap_that_pinched_goes_up_by_a_quarter(slow: dict[str, Any], floor_gib: float) -> None:
     lesson = learn([run(1, 4, **slow), probe(1, step_s=1.0)])
     assert lesson and lesson.floor_bytes == gib(floor_gib)
 
 
-@pytest.mark.parametrize(
-    ("sizes_gib", "factor"),
-    [
-        pytest.param([], 1, id="nothing is known"),
-        pytest.param([4], 1, id="one run says nothing of others"),
-        pytest.param([4, 4, 4], 1, id="all are equal"),
-        pytest.param([4, 0], 1, id="a run that took nothing says nothing"),
-        pytest.param([4, 6], 1.5, id="as much more again"),
-        pytest.param([6, 4], 1.5, id="in any order"),
-        pytest.param([4, 40], MOST_GROWTH, id="within bounds"),
-        pytest.param([4, 5, 9], 9 / 5, id="the distance from the middle with three"),
-        pytest.param([4, 5, 6, 7, 8, 9, 12], (12 / 7) ** (2 / 6), id="less with more"),
-        pytest.param([0.01, *[30] * 10], 1, id="one small run says nothing of large ones"),
-    ],
+@cases(
+    "sizes_gib, factor",
+    {
+        "nothing is known": ([], 1),
+        "one run says nothing of others": ([4], 1),
+        "all are equal": ([4, 4, 4], 1),
+        "a run that took nothing says nothing": ([4, 0], 1),
+        "as much more again": ([4, 6], 1.5),
+        "in any order": ([6, 4], 1.5),
+        "within bounds": ([4, 40], MOST_GROWTH),
+        "the distance from the middle with three": ([4, 5, 9], 9 / 5),
+        "less with more": ([4, 5, 6, 7, 8, 9, 12], (12 / 7) ** (2 / 6)),
+        "one small run says nothing of large ones": ([0.01, *[30] * 10], 1),
+    },
 )
 def test_runs_that_differ_let_expect_larger_ones(sizes_gib: list[float], factor: float) -> None:
     assert growth_factor([gib(size) for size in sizes_gib]) == pytest.approx(factor)
@@ -329,15 +310,11 @@ def test_a_third_run_that_needs_as_much_more_fits_after_the_second_ran_out() -> 
     assert third and third.budget_bytes - third.context_bytes > gib(16)
 
 
-def test_a_slow_run_with_nothing_roomier_to_compare_did_not_pinch() -> None:
+def test_what_pinched_is_seen_by_roomier_runs_only() -> None:
     lesson = learn([run(1, 4, alloc_retries=9, step_s=2.0), run(1, 3, step_s=1.0)])
-    assert lesson and lesson.floor_bytes == 0
-
-
-def test_a_pinched_run_does_not_prove_its_budget() -> None:
-    slow = run(1, 8, alloc_retries=9, step_s=2.0)
-    lesson = learn([slow, oom(6), probe(1, step_s=1.0)])
-    assert lesson and lesson.floor_bytes == 10 * GIB
+    assert lesson and lesson.floor_bytes == 0, "no run was roomier"
+    lesson = learn([run(1, 8, alloc_retries=9, step_s=2.0), oom(6), probe(1, step_s=1.0)])
+    assert lesson and lesson.floor_bytes == 10 * GIB, "a pinched run does not prove its budget"
 
 
 def test_a_context_is_the_largest_of_the_completed_runs() -> None:
@@ -362,35 +339,31 @@ def test_fields_of_later_versions_are_passed_over() -> None:
     assert PastRun.from_texts({**run().to_texts(), "colour": "green"}) == run()
 
 
-@pytest.mark.parametrize(
+@cases(
     "texts",
-    [
-        pytest.param({}, id="nothing"),
-        pytest.param({"outcome": "completed"}, id="no time"),
-        pytest.param({"ended_at": "1.0"}, id="no outcome"),
-        pytest.param({"ended_at": "noon", "outcome": "completed"}, id="no number"),
-        pytest.param(
-            {"ended_at": "1.0", "outcome": "oom", "budget_bytes": "6GiB"}, id="a size with a unit"
-        ),
-    ],
+    {
+        "nothing": {},
+        "no time": {"outcome": "completed"},
+        "no outcome": {"ended_at": "1.0"},
+        "no number": {"ended_at": "noon", "outcome": "completed"},
+        "a size with a unit": {"ended_at": "1.0", "outcome": "oom", "budget_bytes": "6GiB"},
+    },
 )
 def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"is missing|could not convert|invalid literal"):
         PastRun.from_texts(texts)
 
 
-@pytest.mark.parametrize(
-    ("runs", "seconds"),
-    [
-        pytest.param([], None, id="nothing is known"),
-        pytest.param([run(outcome="failed", run_s=9.0)], None, id="a failed run tells nothing"),
-        pytest.param([run(run_s=0.0)], None, id="a run that was not timed tells nothing"),
-        pytest.param([run(run_s=9.0)], 9.0, id="its body, where no more is known"),
-        pytest.param([run(run_s=9.0, start_s=2.0)], 11.0, id="the start of the process counts"),
-        pytest.param(
-            [run(run_s=s) for s in (1.0, 500.0, 3.0)], 3.0, id="one that hung does not decide"
-        ),
-    ],
+@cases(
+    "runs, seconds",
+    {
+        "nothing is known": ([], None),
+        "a failed run tells nothing": ([run(outcome="failed", run_s=9.0)], None),
+        "a run that was not timed tells nothing": ([run(run_s=0.0)], None),
+        "its body, where no more is known": ([run(run_s=9.0)], 9.0),
+        "the start of the process counts": ([run(run_s=9.0, start_s=2.0)], 11.0),
+        "one that hung does not decide": ([run(run_s=s) for s in (1.0, 500.0, 3.0)], 3.0),
+    },
 )
 def test_how_long_it_is_expected_to_take(runs: list[PastRun], seconds: float | None) -> None:
     assert expected_s(runs) == seconds

@@ -15,15 +15,16 @@ from prefect_gpu.scheduling.ladder import (
     REMEDIES,
     WANTED_FACTOR,
     Cause,
-    Climb,
     Evidence,
-    Rung,
+    NextAttempt,
+    OomHistory,
     classify,
     last_words,
     needed_bytes,
-    next_rung,
+    next_attempt,
 )
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 SHARED: tuple[Cause, ...] = ("foreign", "crowded")
@@ -62,74 +63,44 @@ evidences = st.builds(
 )
 
 
-@pytest.mark.parametrize(
-    ("evidence", "cause"),
-    [
-        pytest.param(seen(says_own_cap=True), "own_cap", id="the error says so"),
-        pytest.param(seen(free_bytes=2 * GIB), "own_cap", id="the device could have given it"),
-        pytest.param(seen(free_bytes=GIB), "own_cap", id="the device could just have given it"),
-        pytest.param(
-            seen(free_bytes=GIB, says_own_cap=False), "crowded", id="the error says it was not"
-        ),
-        pytest.param(
-            seen(free_bytes=0, foreign_growth_bytes=GIB),
-            "foreign",
-            id="others took what is missing",
-        ),
-        pytest.param(
+@cases(
+    "evidence, cause",
+    {
+        "the error says so": (seen(says_own_cap=True), "own_cap"),
+        "the device could have given it": (seen(free_bytes=2 * GIB), "own_cap"),
+        "the device could just have given it": (seen(free_bytes=GIB), "own_cap"),
+        "the error says it was not": (seen(free_bytes=GIB, says_own_cap=False), "crowded"),
+        "others took what is missing": (seen(free_bytes=0, foreign_growth_bytes=GIB), "foreign"),
+        "others took the part that is missing": (
             seen(free_bytes=GIB // 2, foreign_growth_bytes=GIB // 2),
             "foreign",
-            id="others took the part that is missing",
         ),
-        pytest.param(
-            seen(free_bytes=0, foreign_growth_bytes=GIB - 1), "crowded", id="others took too little"
-        ),
-        pytest.param(seen(), "crowded", id="within its cap on a full device"),
-        pytest.param(
-            seen(held_bytes=4 * GIB + 1), "own_cap", id="past its cap, on a full device too"
-        ),
-        pytest.param(
-            seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign", id="others go first"
-        ),
-        pytest.param(seen(alone=True), "own_cap", id="no task of ours beside it"),
-        pytest.param(
-            seen(alone=True, foreign_growth_bytes=GIB), "foreign", id="alone but for other people"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=5 * GIB + 1), "own_cap", id="no cap, past its budget"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=5 * GIB), "crowded", id="no cap, within its budget"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, free_bytes=9 * GIB), "crowded", id="no cap, free again since then"
-        ),
-        pytest.param(
-            seen(cap_bytes=None, process_bytes=None, held_bytes=None), "crowded", id="nothing known"
-        ),
-        pytest.param(seen(free_bytes=None), "own_cap", id="the device was not asked, a cap"),
-        pytest.param(
-            seen(free_bytes=None, cap_bytes=None), "crowded", id="the device was not asked, no cap"
-        ),
-        pytest.param(
+        "others took too little": (seen(free_bytes=0, foreign_growth_bytes=GIB - 1), "crowded"),
+        "within its cap on a full device": (seen(), "crowded"),
+        "past its cap, on a full device too": (seen(held_bytes=4 * GIB + 1), "own_cap"),
+        "others go first": (seen(held_bytes=5 * GIB, foreign_growth_bytes=GIB), "foreign"),
+        "no task of ours beside it": (seen(alone=True), "own_cap"),
+        "alone but for other people": (seen(alone=True, foreign_growth_bytes=GIB), "foreign"),
+        "no cap, past its budget": (seen(cap_bytes=None, process_bytes=5 * GIB + 1), "own_cap"),
+        "no cap, within its budget": (seen(cap_bytes=None, process_bytes=5 * GIB), "crowded"),
+        "no cap, free again since then": (seen(cap_bytes=None, free_bytes=9 * GIB), "crowded"),
+        "nothing known": (seen(cap_bytes=None, process_bytes=None, held_bytes=None), "crowded"),
+        "the device was not asked, a cap": (seen(free_bytes=None), "own_cap"),
+        "the device was not asked, no cap": (seen(free_bytes=None, cap_bytes=None), "crowded"),
+        "the device was not asked, the error says it was not the cap": (
             seen(free_bytes=None, says_own_cap=False),
             "crowded",
-            id="the device was not asked, the error says it was not the cap",
         ),
-        pytest.param(
-            seen(wanted_bytes=None, free_bytes=1), "own_cap", id="size unknown, something was free"
-        ),
-        pytest.param(
+        "size unknown, something was free": (seen(wanted_bytes=None, free_bytes=1), "own_cap"),
+        "size unknown, others grew on a full device": (
             seen(wanted_bytes=None, foreign_growth_bytes=64 * MIB),
             "foreign",
-            id="size unknown, others grew on a full device",
         ),
-        pytest.param(
+        "size unknown, others grew by next to nothing": (
             seen(wanted_bytes=None, foreign_growth_bytes=MIB),
             "crowded",
-            id="size unknown, others grew by next to nothing",
         ),
-    ],
+    },
 )
 def test_the_cause_of_an_out_of_memory(evidence: Evidence, cause: Cause) -> None:
     assert classify(evidence) == cause
@@ -147,184 +118,171 @@ def test_only_processes_that_grew_are_blamed(evidence: Evidence) -> None:
         assert cause != "crowded"
 
 
-@pytest.mark.parametrize(
-    ("evidence", "needed_gib"),
-    [
-        pytest.param(seen(), 5, id="what the process held and what it asked for"),
-        pytest.param(seen(held_bytes=4 * GIB), 6, id="its framework knows better than a reading"),
-        pytest.param(seen(process_bytes=None), 5, id="held, context and wanted"),
-        pytest.param(seen(wanted_bytes=None), None, id="the message does not say"),
-        pytest.param(
-            seen(held_bytes=None, process_bytes=None), None, id="what it held is not known"
-        ),
-    ],
+@cases(
+    "evidence, needed_gib",
+    {
+        "what the process held and what it asked for": (seen(), 5),
+        "its framework knows better than a reading": (seen(held_bytes=4 * GIB), 6),
+        "held, context and wanted": (seen(process_bytes=None), 5),
+        "the message does not say": (seen(wanted_bytes=None), None),
+        "what it held is not known": (seen(held_bytes=None, process_bytes=None), None),
+    },
 )
 def test_what_it_would_have_needed(evidence: Evidence, needed_gib: int | None) -> None:
     assert needed_bytes(evidence) == (None if needed_gib is None else needed_gib * GIB)
 
 
-@pytest.mark.parametrize(
-    ("changes", "budget_bytes"),
-    [
-        pytest.param({"wanted_bytes": None}, 9 * GIB, id="half as much again"),
-        pytest.param({}, 9 * GIB, id="half as much again is more than it wanted"),
-        pytest.param({"wanted_bytes": 16 * GIB}, 22 * GIB, id="what it wanted and a tenth"),
-        pytest.param({"wanted_bytes": 100 * GIB}, None, id="a whole device, if there is no more"),
-        pytest.param({"budget_bytes": 60 * GIB}, None, id="nearly a whole device is a whole one"),
-    ],
+def following(before: OomHistory, cause: Cause, *limits: Any, **changes: Any) -> NextAttempt:
+    """The next attempt, which there must be; `changes` of `seen`."""
+    answer = next_attempt(before, cause, seen(**changes), CAPACITY, *limits)
+    assert isinstance(answer, NextAttempt)
+    return answer
+
+
+@cases(
+    "cause, changes, budget_gib, before, after",
+    {
+        "half as much again": ("own_cap", {"wanted_bytes": None}, 9),
+        "half as much again is more than it wanted": ("own_cap", {}, 9),
+        "what it wanted and a tenth": ("own_cap", {"wanted_bytes": 16 * GIB}, 22),
+        "a whole device, if there is no more": ("own_cap", {"wanted_bytes": 100 * GIB}, None),
+        "nearly a whole device is a whole one": ("own_cap", {"budget_bytes": 60 * GIB}, None),
+        "its own fault begins the count of others anew": (
+            "own_cap",
+            {},
+            9,
+            OomHistory(2, shared=2),
+        ),
+        "others' fault: the same again": ("foreign", {}, 6, OomHistory(), {"shared": 1}),
+        "a full device: the same again": ("crowded", {}, 6, OomHistory(3), {"shared": 1}),
+        # Its first process had a whole device; others filled it once.
+        "a probe displaced by other programs gets another whole device": (
+            *("foreign", {"budget_bytes": 70 * GIB}, None, OomHistory(whole_device=True)),
+            {"shared": 1},
+        ),
+    },
+    *(OomHistory(), {}),
 )
-def test_its_own_cap_gives_it_more(changes: dict[str, Any], budget_bytes: int | None) -> None:
-    rung = next_rung(Climb(), "own_cap", seen(**changes), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes == budget_bytes
-    whole = budget_bytes is None
-    assert rung.climb == Climb(2, whole_device=whole, reached_bytes=rung.budget_bytes or 0)
-    assert "6GiB" in rung.reason or "60GiB" in rung.reason
+def test_what_the_next_process_gets(
+    cause: Cause,
+    changes: dict[str, Any],
+    budget_gib: int | None,
+    before: OomHistory,
+    after: dict[str, int],
+) -> None:
+    budget = None if budget_gib is None else budget_gib * GIB
+    found = following(before, cause, **changes)
+    history = OomHistory(before.processes + 1, whole_device=budget is None, **after)
+    assert (found.budget_bytes, found.climb) == (
+        *(budget, replace(history, reached_bytes=budget or 0)),
+    )
+    who = {"foreign": "other people's processes", "crowded": "tasks beside it"}
+    asked = changes.get("budget_bytes", 6 * GIB) // GIB
+    assert found.reason.startswith(who.get(cause, f"{asked}GiB were not enough"))
 
 
-@pytest.mark.parametrize(
-    ("whole_gib", "given_gib"),
-    [
-        pytest.param(0, 9, id="not known"),
-        pytest.param(8, 9, id="less than half as much again"),
-        pytest.param(20, 20, id="what past runs had in full"),
-        pytest.param(90, None, id="more than the device has"),
-    ],
+@cases(
+    "whole_gib, given_gib",
+    {
+        "not known": (0, 9),
+        "less than half as much again": (8, 9),
+        "what past runs had in full": (20, 20),
+        "more than the device has": (90, None),
+    },
 )
 def test_a_budget_that_left_first_steps_out_is_followed_by_one_that_does_not(
     whole_gib: int, given_gib: int | None
 ) -> None:
-    own = next_rung(Climb(), "own_cap", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(own, Rung)
+    own = following(OomHistory(), "own_cap", whole_gib * GIB)
     assert own.budget_bytes == (None if given_gib is None else given_gib * GIB)
-    shared = next_rung(Climb(), "crowded", seen(), CAPACITY, whole_gib * GIB)
-    assert isinstance(shared, Rung) and shared.budget_bytes == 6 * GIB
+    assert following(OomHistory(), "crowded", whole_gib * GIB).budget_bytes == 6 * GIB
 
 
 def test_among_devices_that_differ_a_whole_device_is_the_largest() -> None:
-    climb = Climb(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
-    rung = next_rung(climb, "own_cap", seen(), CAPACITY, alike=False)
-    assert isinstance(rung, Rung) and rung.budget_bytes == CAPACITY
-    assert rung.climb == Climb(MOST_PROCESSES, reached_bytes=CAPACITY)
-    answer = next_rung(Climb(2), "own_cap", seen(budget_bytes=CAPACITY), CAPACITY, alike=False)
-    assert isinstance(answer, str) and answer.startswith("a whole device was not enough")
+    climb = OomHistory(processes=MOST_PROCESSES - 1, reached_bytes=7 * GIB)
+    found = following(climb, "own_cap", 0, False)
+    assert found.budget_bytes == CAPACITY
+    assert found.climb == OomHistory(MOST_PROCESSES, reached_bytes=CAPACITY)
 
 
-def test_a_whole_device_that_was_not_enough_is_the_end() -> None:
-    climb = Climb(processes=2, whole_device=True)
-    answer = next_rung(climb, "own_cap", seen(budget_bytes=80 * GIB), CAPACITY)
-    assert answer == "a whole device was not enough, 80GiB; it would have needed 5GiB in all"
+@cases(
+    "before, cause, budget, alike, says",
+    {
+        "a whole device": (OomHistory(2, 0, True), "own_cap", 80, True, "a whole device was not enough, 80GiB; it would have needed 5GiB in all"),
+        "the largest of several": (OomHistory(2), "own_cap", 80, False, "a whole device was not enough, 80GiB; it would have needed 5GiB in all"),
+        "the fifth process": (OomHistory(5), "own_cap", 6, True, "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"),
+        "the machine's own memory": (OomHistory(), "host", 6, True, "more memory of a device does not help (host)"),
+        "an unknown cause": (OomHistory(), "unknown", 6, True, "more memory of a device does not help (unknown)"),
+    },
+)  # fmt: skip
+def test_after_which_process_none_follows(
+    before: OomHistory, cause: Cause, budget: int, alike: bool, says: str
+) -> None:
+    assert next_attempt(before, cause, seen(budget_bytes=budget * GIB), CAPACITY, 0, alike) == says
 
 
-@pytest.mark.parametrize(
-    ("cause", "rung", "words"),
-    [
-        pytest.param(
-            "own_cap",
-            Rung(Climb(2), 6 * GIB, ""),
-            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=6GiB; without gpu:oom=fail "
-            "it runs again by itself",
-            id="more would have helped",
+AGAIN = "; without gpu:oom=fail it runs again by itself"
+NEEDED = "it would have needed 5GiB in all"
+FILLED = f"other people's processes filled the device though it was within its 4GiB; {NEEDED}"
+
+
+@cases(
+    "cause, given, words",
+    {
+        "more would have helped": (
+            *("own_cap", 6 * GIB, f"4GiB were not enough; {NEEDED}: write gpu:memory=6GiB{AGAIN}"),
         ),
-        pytest.param(
-            "own_cap",
-            Rung(Climb(2), None, ""),
-            "4GiB were not enough; it would have needed 5GiB in all: write gpu:memory=100%; without gpu:oom=fail "
-            "it runs again by itself",
-            id="a whole device would have helped",
+        "a whole device would have helped": (
+            *("own_cap", None, f"4GiB were not enough; {NEEDED}: write gpu:memory=100%{AGAIN}"),
         ),
-        pytest.param(
-            "foreign",
-            Rung(Climb(2), 4 * GIB, ""),
-            "other people's processes filled the device though it was within its 4GiB; it would have needed 5GiB "
-            f"in all: {REMEDIES['foreign']}; without gpu:oom=fail it runs again by itself",
-            id="others took the memory",
-        ),
-        pytest.param(
-            "own_cap",
-            "that is all",
-            f"that is all: {REMEDIES['own_cap']}",
-            id="no device is enough",
-        ),
-        pytest.param(
-            "crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}", id="tasks beside it"
-        ),
-        pytest.param("host", "no help", "no help", id="not a matter of devices"),
-    ],
+        "others took it": ("foreign", 4 * GIB, f"{FILLED}: {REMEDIES['foreign']}{AGAIN}"),
+        "no device is enough": ("own_cap", "that is all", f"that is all: {REMEDIES['own_cap']}"),
+        "tasks beside it": ("crowded", "it ran full", f"it ran full: {REMEDIES['crowded']}"),
+        "not a matter of devices": ("host", "no help", "no help"),
+    },
 )
-def test_the_end_says_why_and_what_to_write(cause: Cause, rung: Rung | str, words: str) -> None:
+def test_the_end_says_why_and_what_to_write(
+    cause: Cause, given: int | str | None, words: str
+) -> None:
+    rung = given if isinstance(given, str) else NextAttempt(OomHistory(2), given, "")
     assert last_words(cause, seen(budget_bytes=4 * GIB), rung, CAPACITY, "nvml") == words
 
 
 def test_a_tag_that_was_not_found_on_a_gpu_says_so() -> None:
-    said = last_words("own_cap", seen(), Rung(Climb(2), 6 * GIB, ""), CAPACITY, "simulated")
+    given = NextAttempt(OomHistory(2), 6 * GIB, "")
+    said = last_words("own_cap", seen(), given, CAPACITY, "simulated")
     assert "write gpu:memory=6GiB (simulated devices only); without" in said
 
 
 def test_a_tag_that_is_rounded_up_is_no_more_than_a_device_gives() -> None:
     # 7.86 GiB, which reads as 7.9.
     capacity = int(7.86 * GIB)
-    rung = Rung(Climb(2, reached_bytes=capacity - 1), capacity - 1, "")
+    rung = NextAttempt(OomHistory(2, reached_bytes=capacity - 1), capacity - 1, "")
     assert "write gpu:memory=100%;" in last_words("own_cap", seen(), rung, capacity, "nvml")
     assert "write gpu:memory=7.9GiB;" in last_words("own_cap", seen(), rung, 8 * GIB, "nvml")
 
 
 def test_what_is_not_its_fault_costs_it_nothing_until_the_third_time() -> None:
-    climb = Climb()
-    given: list[int | None] = []
+    climb, given = OomHistory(), list[int | None]()
     for cause in ("crowded", "foreign", "crowded"):
-        rung = next_rung(climb, cause, seen(), CAPACITY)
-        assert isinstance(rung, Rung)
-        given.append(rung.budget_bytes)
-        climb = rung.climb
+        found = following(climb, cause)
+        given.append(found.budget_bytes)
+        climb = found.climb
     assert given == [6 * GIB, 6 * GIB, None]
-    assert climb == Climb(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
-    end = next_rung(climb, "foreign", seen(), CAPACITY)
+    assert climb == OomHistory(4, shared=3, whole_device=True, reached_bytes=seen().budget_bytes)
+    end = next_attempt(climb, "foreign", seen(), CAPACITY)
     assert isinstance(end, str) and "ran full 4 times though the task was within its 6GiB" in end
-
-
-def test_its_own_fault_in_between_begins_the_count_anew() -> None:
-    rung = next_rung(Climb(processes=2, shared=2), "own_cap", seen(), CAPACITY)
-    assert isinstance(rung, Rung) and rung.climb.shared == 0
-
-
-def test_a_probe_displaced_by_other_programs_gets_another_whole_device() -> None:
-    # Its first process had a whole device; others filled it once.
-    rung = next_rung(Climb(whole_device=True), "foreign", seen(budget_bytes=70 * GIB), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes is None
-    assert rung.climb == Climb(processes=2, shared=1, whole_device=True)
-
-
-@pytest.mark.parametrize("cause", ["host", "unknown"])
-def test_what_no_device_memory_can_help_never_climbs(cause: Cause) -> None:
-    assert next_rung(Climb(), cause, seen(), CAPACITY) == (
-        f"more memory of a device does not help ({cause})"
-    )
-
-
-def test_the_reason_names_the_processes_that_filled_the_device() -> None:
-    foreign = next_rung(Climb(), "foreign", seen(), CAPACITY)
-    crowded = next_rung(Climb(), "crowded", seen(), CAPACITY)
-    assert isinstance(foreign, Rung) and foreign.reason.startswith("other people's processes")
-    assert isinstance(crowded, Rung) and crowded.reason.startswith("tasks beside it")
 
 
 def test_the_last_process_has_a_whole_device() -> None:
     """A body that needs much more than was learned, and takes it in small pieces, reaches it."""
-    climb, budget, given = Climb(), GIB, []
+    climb, budget, given = OomHistory(), GIB, []
     while not climb.whole_device:
-        rung = next_rung(climb, "own_cap", seen(budget_bytes=budget, wanted_bytes=MIB), CAPACITY)
-        assert isinstance(rung, Rung)
-        climb = rung.climb
-        given.append(budget := rung.budget_bytes or CAPACITY)
+        found = following(climb, "own_cap", budget_bytes=budget, wanted_bytes=MIB)
+        climb = found.climb
+        given.append(budget := found.budget_bytes or CAPACITY)
     assert climb.processes == MOST_PROCESSES
     assert given[-1] == CAPACITY > 2 * given[-2]
-
-
-def test_the_fifth_process_is_the_last() -> None:
-    answer = next_rung(Climb(processes=5), "own_cap", seen(), CAPACITY)
-    assert answer == (
-        "5 processes have run out of memory, the last with 6GiB; it would have needed 5GiB in all"
-    )
 
 
 @given(
@@ -335,11 +293,11 @@ def test_the_fifth_process_is_the_last() -> None:
 def test_a_climb_ends_and_never_goes_down(
     failures: list[tuple[Cause, Evidence]], capacity_bytes: int, whole_device: bool
 ) -> None:
-    climb = Climb(whole_device=whole_device)
+    climb = OomHistory(whole_device=whole_device)
     budget = min(failures[0][1].budget_bytes, capacity_bytes)
     shared = 0
     for cause, evidence in failures:
-        answer = next_rung(climb, cause, replace(evidence, budget_bytes=budget), capacity_bytes)
+        answer = next_attempt(climb, cause, replace(evidence, budget_bytes=budget), capacity_bytes)
         if isinstance(answer, str):
             return
         assert cause == "own_cap" or cause in SHARED
@@ -369,28 +327,25 @@ def test_a_first_run_beside_others_asks_for_what_its_error_says_it_needs(cause: 
     )
     needed = needed_bytes(first)
     assert needed == int(3.5 * GIB)
-    rung = next_rung(Climb(), cause, first, CAPACITY)
-    assert isinstance(rung, Rung)
+    rung = next_attempt(OomHistory(), cause, first, CAPACITY)
+    assert isinstance(rung, NextAttempt)
     assert rung.budget_bytes == int(needed * WANTED_FACTOR)
-    assert rung.climb == Climb(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
+    assert rung.climb == OomHistory(2, reached_bytes=int(needed * WANTED_FACTOR), from_error=True)
     # Its error has said what one allocation wanted, not what came after it.
-    assert rung.budget_bytes is not None
-    second = seen(budget_bytes=rung.budget_bytes)
-    whole = next_rung(rung.climb, "own_cap", second, CAPACITY)
-    assert isinstance(whole, Rung)
+    whole = following(rung.climb, "own_cap", budget_bytes=rung.budget_bytes)
     assert (whole.budget_bytes, whole.climb.from_error) == (None, False)
 
 
-@pytest.mark.parametrize(
+@cases(
     "changes",
-    [
-        pytest.param({"wanted_bytes": None}, id="its error does not say what it needs"),
-        pytest.param({"held_bytes": 79 * GIB}, id="it needs as much as a device has"),
-        pytest.param({"held_bytes": 0, "process_bytes": GIB}, id="it says less than it had"),
-    ],
+    {
+        "its error does not say what it needs": {"wanted_bytes": None},
+        "it needs as much as a device has": {"held_bytes": 79 * GIB},
+        "it says less than it had": {"held_bytes": 0, "process_bytes": GIB},
+    },
 )
 def test_a_first_run_beside_others_gets_a_whole_device_if_its_error_does_not_help(
     changes: dict[str, Any],
 ) -> None:
-    rung = next_rung(Climb(), "own_cap", seen(shared_probe=True, **changes), CAPACITY)
-    assert isinstance(rung, Rung) and rung.budget_bytes is None and not rung.climb.from_error
+    found = following(OomHistory(), "own_cap", shared_probe=True, **changes)
+    assert found.budget_bytes is None and not found.climb.from_error

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-
-import pytest
+from typing import Any
 
 from prefect_gpu.scheduling.memory import (
     Recovery,
@@ -15,6 +15,7 @@ from prefect_gpu.scheduling.memory import (
 )
 from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import request, reserved, snapshot, state
 
 OURS, CHILD, OTHER = 100, 101, 1
@@ -24,78 +25,41 @@ def use(pid: int, gib: float | None, root: int | None = None) -> ProcessUse:
     return ProcessUse(pid, root, None if gib is None else int(gib * GIB))
 
 
-@pytest.mark.parametrize(
-    ("taken", "promised", "measured", "headroom_gib", "free_gib"),
-    [
-        pytest.param(snapshot(), [], {}, 0, 24, id="an empty device is free"),
-        pytest.param(snapshot(), [], {}, 1, 23, id="headroom is kept"),
-        pytest.param(snapshot(reserved_gib=1), [], {}, 0, 23, id="the driver's part is not ours"),
-        pytest.param(snapshot(used_gib=5), [], {}, 0, 19, id="others count as they are"),
-        pytest.param(
-            snapshot(), [6], {}, 0, 18, id="what is not yet allocated counts at its reservation"
-        ),
-        pytest.param(
-            snapshot(used_gib=4),
-            [6],
-            {"t0": 4},
-            0,
-            18,
-            id="what is within its reservation is not counted twice",
-        ),
-        pytest.param(
-            snapshot(used_gib=8),
-            [6],
-            {"t0": 8},
-            0,
-            16,
-            id="a process above its reservation counts at what it holds",
-        ),
-        pytest.param(
-            snapshot(used_gib=9), [6], {"t0": 4}, 0, 13, id="the rest of what is used is foreign"
-        ),
-        pytest.param(
-            snapshot(used_gib=10),
-            [6, 3],
-            {"t0": 4, "t1": 5},
-            0,
-            24 - 6 - 5 - 1,
-            id="each of ours counts by itself",
-        ),
-        pytest.param(
-            snapshot(used_gib=3), [], {"gone": 3}, 0, 21, id="ours without a reservation counts"
-        ),
-        pytest.param(
-            snapshot(used_gib=20),
-            [10],
-            {},
-            0,
-            -6,
-            id="others that took what is reserved leave less than nothing",
-        ),
-        pytest.param(
-            replace(snapshot(), free_bytes=2 * GIB),
-            [],
-            {"t0": 24},
-            0,
-            0,
-            id="measured beyond what is used leaves no more than that",
-        ),
-    ],
+def used(gib: float, *processes: ProcessUse, **others: Any) -> DeviceSnapshot:
+    return snapshot(used_gib=gib, processes=processes, **others)
+
+
+def in_bytes(sizes_gib: Mapping[str, float]) -> dict[str, int]:
+    return {name: int(gib * GIB) for name, gib in sizes_gib.items()}
+
+
+@cases(
+    "free_gib, taken, promised, measured, headroom_gib",
+    {
+        "an empty device is free": (24, used(0)),
+        "headroom is kept": (23, used(0), [], {}, 1),
+        "the driver's part is not ours": (23, used(0, reserved_gib=1)),
+        "others count as they are": (19, used(5)),
+        "what is not yet allocated counts at its reservation": (18, used(0), [6]),
+        "what is within its reservation is not counted twice": (18, used(4), [6], {"t0": 4}),
+        "a process above its reservation counts at what it holds": (16, used(8), [6], {"t0": 8}),
+        "the rest of what is used is foreign": (13, used(9), [6], {"t0": 4}),
+        "each of ours counts by itself": (12, used(10), [6, 3], {"t0": 4, "t1": 5}),
+        "ours without a reservation counts": (21, used(3), [], {"gone": 3}),
+        "others that took what is reserved leave less than nothing": (-6, used(20), [10]),
+        "measured beyond what is used leaves no more than that": (0, used(22), [], {"t0": 24}),
+    },
+    *([], {}, 0),
 )
 def test_free_memory(
+    free_gib: float,
     taken: DeviceSnapshot,
     promised: list[float],
     measured: dict[str, float],
     headroom_gib: float,
-    free_gib: float,
 ) -> None:
     reservations = [reserved(gib=gib, by=f"t{i}") for i, gib in enumerate(promised)]
-    found = device_state(
-        taken,
-        reservations,
-        {key: int(gib * GIB) for key, gib in measured.items()},
-        int(headroom_gib * GIB),
-    )
+    found = device_state(taken, reservations, in_bytes(measured), int(headroom_gib * GIB))
     assert found.free_bytes == int(free_gib * GIB)
     assert found.reservations == tuple(reservations)
 
@@ -111,61 +75,38 @@ def test_a_device_has_less_free_after_a_reservation() -> None:
     assert (after.free_bytes, after.reservations) == (14 * GIB, (reserved(gib=10),))
 
 
-@pytest.mark.parametrize(
-    ("used_gib", "processes", "stand_ins", "measured"),
-    [
-        pytest.param(3, [use(OURS, 3, OURS)], {}, {"mine": 3}, id="the child itself"),
-        pytest.param(
-            5, [use(OURS, 3, OURS), use(CHILD, 2, OURS)], {}, {"mine": 5}, id="and those it started"
-        ),
-        pytest.param(3, [use(OTHER, 3)], {}, {}, id="a foreign process is not ours"),
-        pytest.param(3, [use(9, 3, 9)], {}, {}, id="a root that is not on this device is not ours"),
-        pytest.param(3, [use(OURS, None, OURS)], {}, {}, id="WSL and no counters: unknown"),
-        pytest.param(
-            3, [use(OURS, None, OURS)], {"mine": 2}, {"mine": 2}, id="WSL: its counters stand in"
-        ),
-        pytest.param(3, [], {"mine": 2}, {"mine": 2}, id="a container: its counters stand in"),
-        pytest.param(
-            0, [], {"mine": 2}, {}, id="a second device that it does not use holds nothing of it"
-        ),
-        pytest.param(
-            3,
-            [use(OTHER, 2)],
-            {"mine": 2},
-            {"mine": 1},
-            id="no more than what no process is listed with",
-        ),
-        pytest.param(
-            4,
-            [use(OURS, 3, OURS), use(CHILD, None, OURS)],
-            {"mine": 4},
-            {"mine": 4},
-            id="half of it told: the larger counts",
-        ),
-        pytest.param(
-            3, [use(OURS, 3, OURS)], {"mine": 9}, {"mine": 3}, id="what the driver tells goes first"
-        ),
-    ],
+MINE, WSL = use(OURS, 3, OURS), use(OURS, None, OURS)
+
+
+@cases(
+    "taken, stand_in_gib, measured_gib",
+    {
+        "the child itself": (used(3, MINE), 0, 3),
+        "and those it started": (used(5, MINE, use(CHILD, 2, OURS)), 0, 5),
+        "a foreign process is not ours": (used(3, use(OTHER, 3)), 0, 0),
+        "a root that is not on this device is not ours": (used(3, use(9, 3, 9)), 0, 0),
+        "WSL and no counters: unknown": (used(3, WSL), 0, 0),
+        "WSL: its counters stand in": (used(3, WSL), 2, 2),
+        "a container: its counters stand in": (used(3), 2, 2),
+        "a second device that it does not use holds nothing of it": (used(0), 2, 0),
+        "no more than what no process is listed with": (used(3, use(OTHER, 2)), 2, 1),
+        "half of it told: the larger counts": (used(4, MINE, use(CHILD, None, OURS)), 4, 4),
+        "what the driver tells goes first": (used(3, MINE), 9, 3),
+    },
 )
-def test_attributing_memory(
-    used_gib: float,
-    processes: list[ProcessUse],
-    stand_ins: dict[str, float],
-    measured: dict[str, float],
-) -> None:
-    taken = snapshot(used_gib=used_gib, processes=tuple(processes))
-    found = measure(taken, {OURS: "mine"}, {k: int(v * GIB) for k, v in stand_ins.items()})
-    assert found == {key: int(gib * GIB) for key, gib in measured.items()}
+def test_attributing_memory(taken: DeviceSnapshot, stand_in_gib: int, measured_gib: int) -> None:
+    found = measure(taken, {OURS: "mine"}, in_bytes({"mine": stand_in_gib}))
+    assert found == ({"mine": measured_gib * GIB} if measured_gib else {})
 
 
-@pytest.mark.parametrize(
-    ("listed", "stand_in_gib", "mine_gib"),
-    [
-        pytest.param(use(OURS, 9, OURS), 2, 2, id="a number that is a child's by chance"),
-        pytest.param(use(OTHER, 9), 2, 2, id="its own process under the host's number"),
-        pytest.param(use(OURS, 0, OURS), 2, 2, id="the memory of another process, which has none"),
-        pytest.param(use(OURS, 9, OURS), 0, None, id="no counters: nothing is known of it"),
-    ],
+@cases(
+    "listed, stand_in_gib, mine_gib",
+    {
+        "a number that is a child's by chance": (use(OURS, 9, OURS), 2, 2),
+        "its own process under the host's number": (use(OTHER, 9), 2, 2),
+        "the memory of another process, which has none": (use(OURS, 0, OURS), 2, 2),
+        "no counters: nothing is known of it": (use(OURS, 9, OURS), 0, None),
+    },
 )
 def test_where_ids_are_of_another_namespace_only_counters_are_attributed(
     listed: ProcessUse, stand_in_gib: int, mine_gib: int | None
@@ -186,57 +127,31 @@ def test_memory_that_no_process_holds() -> None:
     assert ownerless_bytes(host) is None
 
 
-@pytest.mark.parametrize(
-    ("taken", "before_gib", "found"),
-    [
-        pytest.param(snapshot(), 0, (True, 0), id="all is back"),
-        pytest.param(snapshot(used_gib=2), 2, (True, 0), id="an old leak is not blamed on it"),
-        pytest.param(snapshot(used_gib=3), 2, (False, 1), id="a new leak is"),
-        pytest.param(
-            snapshot(used_gib=3, processes=(use(OTHER, 3),)),
+@cases(
+    "taken, before_gib, complete, missing_gib",
+    {
+        "all is back": (used(0), 0, True, 0),
+        "an old leak is not blamed on it": (used(2), 2, True, 0),
+        "a new leak is": (used(3), 2, False, 1),
+        "a process that came meanwhile is not a leak": (used(3, use(OTHER, 3)), 0, True, 0),
+        "an old leak that went away is no matter": (used(1), 4, True, 0),
+        "a helper that lives on still holds it": (used(2, use(CHILD, 2, OURS)), 0, False, 2),
+        "a helper that holds nothing is waited for": (used(0, use(CHILD, 0, OURS)), 0, False, 0),
+        "a lost device cannot tell": (used(0, error="lost"), 0, False, None),
+        "without a baseline: cannot be told": (used(3), None, True, None),
+        "WSL: a helper is still listed": (used(3, use(CHILD, None, OURS)), None, False, 0),
+        "a neighbour that ends is listed without bytes": (
+            used(3, use(OTHER, None)),
             0,
-            (True, 0),
-            id="a process that came meanwhile is not a leak",
-        ),
-        pytest.param(
-            snapshot(used_gib=1), 4, (True, 0), id="an old leak that went away is no matter"
-        ),
-        pytest.param(
-            snapshot(used_gib=2, processes=(use(CHILD, 2, OURS),)),
-            0,
-            (False, 2),
-            id="a helper that lives on still holds it",
-        ),
-        pytest.param(
-            snapshot(processes=(use(CHILD, 0, OURS),)),
-            0,
-            (False, 0),
-            id="a helper that holds nothing is still waited for",
-        ),
-        pytest.param(snapshot(error="lost"), 0, (False, None), id="a lost device cannot tell"),
-        pytest.param(
-            snapshot(used_gib=3), None, (True, None), id="without a baseline: cannot be told"
-        ),
-        pytest.param(
-            snapshot(used_gib=3, processes=(use(CHILD, None, OURS),)),
+            False,
             None,
-            (False, 0),
-            id="WSL: a helper is still listed",
         ),
-        pytest.param(
-            snapshot(used_gib=3, processes=(use(OTHER, None),)),
-            0,
-            (False, None),
-            id="a neighbour that is just ending is listed without bytes: the next reading decides",
-        ),
-    ],
+    },
 )
 def test_recovery(
-    taken: DeviceSnapshot, before_gib: float | None, found: tuple[bool, float | None]
+    taken: DeviceSnapshot, before_gib: int | None, complete: bool, missing_gib: int | None
 ) -> None:
-    before = None if before_gib is None else int(before_gib * GIB)
-    complete, missing_gib = found
-    missing = None if missing_gib is None else int(missing_gib * GIB)
+    before, missing = (None if gib is None else gib * GIB for gib in (before_gib, missing_gib))
     assert judge_recovery(taken, OURS, before, 2 * MIB) == Recovery(complete, missing)
 
 

@@ -50,10 +50,7 @@ def named(placed: Sequence[object]) -> list[str]:
 
 
 def take(
-    states: Sequence[DeviceState],
-    asked: Request,
-    style: PlacementStyle = "spread",
-    **ready: int,
+    states: Sequence[DeviceState], asked: Request, style: PlacementStyle = "spread", **ready: int
 ) -> list[str] | None:
     board = Board(states, style, standbys={"kind": ready})
     chosen = board.choose(asked, board.named(asked))

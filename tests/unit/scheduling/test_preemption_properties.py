@@ -13,14 +13,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
-from prefect_gpu.scheduling.preemption import (
-    HOST_MARGIN_BYTES,
-    Plan,
-    Running,
-    in_s,
-    out_s,
-    plan,
-)
+from prefect_gpu.scheduling.preemption import HOST_MARGIN_BYTES, Plan, Running, in_s, out_s, plan
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import HOST, request, reserved, state
 
@@ -173,9 +166,7 @@ def test_every_plan_suspends_at_most_one_task_a_device_that_may_be_and_then_its_
 
 @settings(max_examples=300, deadline=None)
 @given(scenes(requests=1, lasting=True))
-def test_the_cheapest_task_of_each_device_and_the_cheapest_devices_are_chosen(
-    scene: Scene,
-) -> None:
+def test_the_cheapest_task_of_each_device_and_the_cheapest_devices_are_chosen(scene: Scene) -> None:
     (asked,) = scene.blocked
     keys = scene.states()
     costs = [scene.cheapest_s(asked, key) for key in keys]

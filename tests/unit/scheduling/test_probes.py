@@ -22,6 +22,7 @@ from prefect_gpu.scheduling.probes import (
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import RequestQueue, decide
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.unit.scheduling.values import host, request, reserved, snapshot, state
 
 
@@ -108,16 +109,16 @@ def test_where_a_confirmed_cap_is_above_what_is_free_beside_a_budget_it_waits() 
 # What it counts for.
 
 
-@pytest.mark.parametrize(
-    ("growth", "now_s", "gib"),
-    [
-        pytest.param(None, 99.0, 6, id="nothing yet: its allowance"),
-        pytest.param(grown(2, 0, 0), 2.9, 6, id="not for long enough: its allowance"),
-        pytest.param(grown(2, 0, 2.5), 3.4, 6, id="it has just grown: its allowance"),
-        pytest.param(grown(8, 0, 2.5), 3.4, 12, id="a large one that grows: half as much again"),
-        pytest.param(grown(2, 0, 2.0), 3.0, 2.2, id="settled: its peak and a tenth"),
-        pytest.param(grown(30, 0, 0), 9.0, 20, id="never more than its cap"),
-    ],
+@cases(
+    "growth, now_s, gib",
+    {
+        "nothing yet: its allowance": (None, 99.0, 6),
+        "not for long enough: its allowance": (grown(2, 0, 0), 2.9, 6),
+        "it has just grown: its allowance": (grown(2, 0, 2.5), 3.4, 6),
+        "a large one that grows: half as much again": (grown(8, 0, 2.5), 3.4, 12),
+        "settled: its peak and a tenth": (grown(2, 0, 2.0), 3.0, 2.2),
+        "never more than its cap": (grown(30, 0, 0), 9.0, 20),
+    },
 )
 def test_what_a_probe_counts_for(growth: Growth | None, now_s: float, gib: float) -> None:
     assert counted_bytes(held_by("a", 20), growth, now_s) == pytest.approx(gib * GIB, abs=2)
@@ -181,19 +182,17 @@ OLD, NEW = held_by("old", 24, since_s=0.0), held_by("new", 12, since_s=50.0)
 GROWS = {"old": grown(20, 1.0, 59.9), "new": grown(3, 55.0, 55.0)}
 
 
-@pytest.mark.parametrize(
-    ("on", "growths", "now_s", "leaves"),
-    [
-        pytest.param(short(OLD, NEW), GROWS, 60.0, "new", id="the newest, though another grows"),
-        pytest.param(short(NEW, OLD), GROWS, 60.0, "new", id="in any order of the ledger"),
-        pytest.param(short(OLD, NEW, left_gib=2), GROWS, 60.0, None, id="none while there is room"),
-        pytest.param(short(OLD, NEW), GROWS, 61.0, None, id="none if none grows"),
-        pytest.param(short(OLD, NEW), {}, 60.0, None, id="none if others took the memory"),
-        pytest.param(short(OLD), GROWS, 5.0, None, id="none that has no other beside it"),
-        pytest.param(
-            short(OLD, NEW, reserved(0, 4, "known")), GROWS, 60.0, None, id="none beside a budget"
-        ),
-    ],
+@cases(
+    "on, growths, now_s, leaves",
+    {
+        "the newest, though another grows": (short(OLD, NEW), GROWS, 60.0, "new"),
+        "in any order of the ledger": (short(NEW, OLD), GROWS, 60.0, "new"),
+        "none while there is room": (short(OLD, NEW, left_gib=2), GROWS, 60.0, None),
+        "none if none grows": (short(OLD, NEW), GROWS, 61.0, None),
+        "none if others took the memory": (short(OLD, NEW), {}, 60.0, None),
+        "none that has no other beside it": (short(OLD), GROWS, 5.0, None),
+        "none beside a budget": (short(OLD, NEW, reserved(0, 4, "known")), GROWS, 60.0, None),
+    },
 )
 def test_which_probe_leaves_for_the_others(
     on: DeviceState, growths: dict[str, Growth], now_s: float, leaves: str | None

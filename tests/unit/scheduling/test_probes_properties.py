@@ -145,18 +145,9 @@ class Machine:
             self.queue.remove(request)
             back = self.away.pop(request.id, None)
             self.running[request.id] = (
-                Running(
-                    placement,
-                    self.now_s,
-                    unknown=placement.reservations[0].probe is not None,
-                )
+                Running(placement, self.now_s, unknown=placement.reservations[0].probe is not None)
                 if back is None
-                else replace(
-                    back,
-                    placement=placement,
-                    growth=None,
-                    waits_for_room=True,
-                )
+                else replace(back, placement=placement, growth=None, waits_for_room=True)
             )
             self.log.append(f"{self.now_s} {request.id} {placement.budget_bytes[0]}")
         self.check()
@@ -259,9 +250,7 @@ class Machine:
 
 @settings(max_examples=60, deadline=None)
 @given(JOBS)
-def test_budgets_are_kept_nothing_starves_and_each_runs_again_once_at_most(
-    jobs: list[Job],
-) -> None:
+def test_budgets_are_kept_nothing_starves_and_each_runs_again_once_at_most(jobs: list[Job]) -> None:
     machine = Machine(jobs)
     log = machine.run()
     assert all(count == 1 for count in machine.again.values())

@@ -17,19 +17,22 @@ from prefect_gpu.scheduling.scheduling_pass import (
     Decisions,
     HostState,
     RequestQueue,
-    Shape,
     decide,
     explain,
     order_key,
+    shape_of,
 )
 from prefect_gpu.units import GIB
+from tests.cases import cases
 from tests.unit.scheduling.values import host, request, reserved, state
 
 TWO = [state(0), state(1)]
 
 
-def started(decisions: Decisions) -> list[tuple[str, list[int]]]:
-    return [(r.id, [d.index for d in p.devices]) for r, p in decisions.placements]
+def started(decisions: Decisions) -> str:
+    """The started requests with their devices: `a0 b12`."""
+    found = ((r.id, "".join(str(d.index) for d in p.devices)) for r, p in decisions.placements)
+    return " ".join(f"{name}{indices}" for name, indices in found)
 
 
 def refused(decisions: Decisions) -> list[str]:
@@ -40,178 +43,66 @@ def hungry(gib: float, name: str) -> Request:
     return request(1, name=name, host_bytes=int(gib * GIB))
 
 
-@pytest.mark.parametrize(
-    ("waiting", "states", "machine", "style", "starts"),
-    [
-        pytest.param([], TWO, host(), "spread", [], id="none waits"),
-        pytest.param(
-            [request(6, name=n) for n in "abc"],
-            TWO,
-            host(),
-            "spread",
-            [("a", [0]), ("b", [1]), ("c", [0])],
-            id="spread over the devices",
+def sized(**gib: float | None) -> list[Request]:
+    """Requests by name: GiB, or `None` for a device to itself."""
+    return [request(size, name=name) for name, size in gib.items()]
+
+
+SHARES = [request(share=0.4, name=n) for n in "abc"]
+ON_FIRST = [request(20, name=n, devices=("0",)) for n in "ab"]
+FIRST_LOST = [state(0, error="lost"), state(1)]
+LARGE = request(20, name="a", devices=("0",), host_bytes=99 * GIB)
+URGENT, MOVED = request(6, name="u", priority=5), request(6, name="m", returns_first=True)
+ONE_PROCESS = host(1, 0, 1)
+
+
+@cases(
+    "waiting, starts, states, machine, style",
+    {
+        "none waits": ([], ""),
+        "spread over the devices": (sized(a=6, b=6, c=6), "a0 b1 c0"),
+        "packed on one": (sized(a=6, b=6, c=6), "a0 b0 c0", TWO, host(), "pack"),
+        "two of 40 % together, a third waits": (SHARES, "a0 b0", TWO[:1]),
+        "priority goes first": ([*sized(low=6), URGENT], "u0", TWO[:1], ONE_PROCESS),
+        "a return of a moved process is before all": ([URGENT, MOVED], "m0", TWO[:1], ONE_PROCESS),
+        "then first come, in whatever order they were added": (
+            [request(6, name="b", sequence=8), request(6, name="a", sequence=7)],
+            *("a0", TWO[:1], ONE_PROCESS),
         ),
-        pytest.param(
-            [request(6, name=n) for n in "abc"],
-            TWO,
-            host(),
-            "pack",
-            [("a", [0]), ("b", [0]), ("c", [0])],
-            id="packed on one",
+        "without budgets one on each device": (sized(a=None, b=None, c=1), "a0 b1"),
+        "one that wants a device blocks one that joins": (sized(a=1, b=None, c=1), "a0", TWO[:1]),
+        "a blocked head blocks those behind it": (sized(a=20, b=20, c=1), "a0", TWO[:1]),
+        "but not on devices that it could not use": ([*ON_FIRST, *sized(c=1)], "a0 c1"),
+        "nor on those that are too small": (
+            *(sized(a=60, b=60, c=1), "a0 c1", [state(0, 80), state(1, 24)]),
         ),
-        pytest.param(
-            [request(share=0.4, name=n) for n in "abc"],
-            TWO[:1],
-            host(),
-            "spread",
-            [("a", [0]), ("b", [0])],
-            id="two of 40 % together, a third waits",
+        "one that waits for two holds back both": (
+            [request(1, name="a", devices=("0",)), request(1, count=2, name="b"), *sized(c=1)],
+            *("", [state(0, held=[reserved(0, 24)]), state(1)]),
         ),
-        pytest.param(
-            [request(6, name="low"), request(6, name="high", priority=5)],
-            TWO[:1],
-            host(1, 0, 1),
-            "spread",
-            [("high", [0])],
-            id="priority goes first",
+        "one that waits for a lost device lets others pass": (
+            *([request(6, name="a", devices=("0",)), *sized(b=6)], "b1", FIRST_LOST),
         ),
-        pytest.param(
-            [request(6, name="high", priority=5), request(6, name="moved", returns_first=True)],
-            TWO[:1],
-            host(1, 0, 1),
-            "spread",
-            [("moved", [0])],
-            id="the return of a moved process goes before all priorities",
+        "all lost: all wait": (sized(a=6, b=6), "", FIRST_LOST[:1]),
+        "max_processes": (sized(a=6), "", TWO, host(max_processes=3, processes=3)),
+        "a head that the machine cannot hold blocks all: all need of it": (
+            *([hungry(40, "a"), hungry(40, "b"), hungry(1, "c")], "a0", TWO, host(64)),
         ),
-        pytest.param(
-            [request(6, name="late", sequence=8), request(6, name="early", sequence=7)],
-            TWO[:1],
-            host(1, 0, 1),
-            "spread",
-            [("early", [0])],
-            id="then first come, in whatever order they were added",
+        "an estimate alone stops no task": ([hungry(99, "a")], "a0", TWO, host(64)),
+        "a head that waits for its device leaves the machine to others": (
+            [LARGE, hungry(1, "b")],
+            *("b1", [state(0, held=[reserved(0, 10)]), state(1)], host(64, processes=1)),
         ),
-        pytest.param(
-            [request(name="a"), request(name="b"), request(1, name="c")],
-            TWO,
-            host(),
-            "spread",
-            [("a", [0]), ("b", [1])],
-            id="without budgets one on each device",
-        ),
-        pytest.param(
-            [request(1, name="a"), request(name="b"), request(1, name="c")],
-            TWO[:1],
-            host(),
-            "spread",
-            [("a", [0])],
-            id="a request for a device alone blocks one that would join the first",
-        ),
-        pytest.param(
-            [request(20, name="a"), request(20, name="b"), request(1, name="c")],
-            TWO[:1],
-            host(),
-            "spread",
-            [("a", [0])],
-            id="a blocked head blocks those behind it",
-        ),
-        pytest.param(
-            [
-                request(20, name="a", devices=("0",)),
-                request(20, name="b", devices=("0",)),
-                request(1, name="c"),
-            ],
-            TWO,
-            host(),
-            "spread",
-            [("a", [0]), ("c", [1])],
-            id="but not on devices that it could not use",
-        ),
-        pytest.param(
-            [request(60, name="a"), request(60, name="b"), request(1, name="c")],
-            [state(0, 80), state(1, 24)],
-            host(),
-            "spread",
-            [("a", [0]), ("c", [1])],
-            id="nor on those that are too small for it",
-        ),
-        pytest.param(
-            [
-                request(1, name="a", devices=("0",)),
-                request(1, count=2, name="b"),
-                request(1, name="c"),
-            ],
-            [state(0, held=[reserved(0, 24)]), state(1)],
-            host(),
-            "spread",
-            [],
-            id="one that waits for two holds back both",
-        ),
-        pytest.param(
-            [request(6, name="a", devices=("0",)), request(6, name="b")],
-            [state(0, error="lost"), state(1)],
-            host(),
-            "spread",
-            [("b", [1])],
-            id="one that waits for a lost device lets others pass",
-        ),
-        pytest.param(
-            [request(6, name="a"), request(6, name="b")],
-            [state(0, error="lost"), state(1, error="lost")],
-            host(),
-            "spread",
-            [],
-            id="all lost: all wait",
-        ),
-        pytest.param(
-            [request(6, name="a")],
-            TWO,
-            host(max_processes=3, processes=3),
-            "spread",
-            [],
-            id="max_processes",
-        ),
-        pytest.param(
-            [hungry(40, "a"), hungry(40, "b"), hungry(1, "c")],
-            TWO,
-            host(64),
-            "spread",
-            [("a", [0])],
-            id="a head that the machine cannot hold blocks all: all need of it",
-        ),
-        pytest.param(
-            [hungry(99, "a")],
-            TWO,
-            host(64),
-            "spread",
-            [("a", [0])],
-            id="an estimate alone stops no task",
-        ),
-        pytest.param(
-            [request(20, name="a", devices=("0",), host_bytes=99 * GIB), hungry(1, "b")],
-            [state(0, held=[reserved(0, 10)]), state(1)],
-            host(64, processes=1),
-            "spread",
-            [("b", [1])],
-            id="a head that waits for its device leaves the machine to others",
-        ),
-        pytest.param(
-            [request(share=1.0, name="a"), request(1 / GIB, name="b")],
-            TWO,
-            host(),
-            "spread",
-            [("a", [0]), ("b", [1])],
-            id="100 % is not one byte",
-        ),
-    ],
+        "100 % is not one byte": ([request(share=1.0, name="a"), *sized(b=1 / GIB)], "a0 b1"),
+    },
+    *(TWO, host(), "spread"),
 )
 def test_order(
     waiting: Sequence[Request],
+    starts: str,
     states: Sequence[DeviceState],
     machine: HostState,
     style: PlacementStyle,
-    starts: list[tuple[str, list[int]]],
 ) -> None:
     queue = RequestQueue(waiting)
     decisions = decide(queue, Board(states, style), machine, NO_BACKFILL)
@@ -221,16 +112,11 @@ def test_order(
 
 
 def test_the_impossible_is_refused_wherever_it_stands() -> None:
-    waiting = [
-        request(20, name="a"),
-        request(20, name="b"),
-        request(99, name="huge"),
-        request(99, name="huge too"),
-        request(1, devices=("9",), name="nowhere"),
-    ]
+    nowhere = request(1, devices=("9",), name="nowhere")
+    waiting = [*sized(a=20, b=20, huge=99, huge_too=99), nowhere]
     decisions = decide(RequestQueue(waiting), Board(TWO[:1]), host())
-    assert started(decisions) == [("a", [0])]
-    assert refused(decisions) == ["huge", "huge too", "nowhere"]
+    assert started(decisions) == "a0"
+    assert refused(decisions) == ["huge", "huge_too", "nowhere"]
 
 
 @pytest.mark.parametrize(
@@ -295,9 +181,7 @@ added = st.builds(
 
 
 @given(st.lists(st.tuples(added, st.integers(0, 20)), max_size=40))
-def test_a_queue_keeps_its_order_as_requests_come_and_go(
-    steps: list[tuple[Request, int]],
-) -> None:
+def test_a_queue_keeps_its_order_as_requests_come_and_go(steps: list[tuple[Request, int]]) -> None:
     queue = RequestQueue()
     waiting: list[Request] = []
     for each, chosen in steps:
@@ -306,18 +190,7 @@ def test_a_queue_keeps_its_order_as_requests_come_and_go(
         queue.add(each)
         waiting.append(each)
         assert list(queue) == sorted(waiting, key=order_key)
-        assert {Shape.of(lane[0][1]) for lane in queue.lanes} == {Shape.of(r) for r in waiting}
+        assert {shape_of(lane[0][1]) for lane in queue.lanes} == {shape_of(r) for r in waiting}
     for each in waiting:
         assert queue.remove(each)
     assert not queue
-
-
-def test_requests_leave_and_come_in_any_order() -> None:
-    waiting = [request(1, sequence=n) for n in range(100)]
-    queue = RequestQueue(waiting)
-    for gone, each in enumerate(waiting[:99], start=1):
-        assert queue.remove(each)
-        assert list(queue) == waiting[gone:]
-    early = request(1, sequence=-1)
-    queue.add(early)
-    assert list(queue) == [early, waiting[99]]

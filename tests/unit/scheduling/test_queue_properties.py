@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefect_gpu.scheduling.memory import DeviceState, device_state
 from prefect_gpu.scheduling.model import DeviceSnapshot, Placement, Request, Reservation
 from prefect_gpu.scheduling.placement import Board, PlacementStyle
-from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, Shape, decide
+from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, decide, shape_of
 from prefect_gpu.units import GIB
 from tests.unit.scheduling.values import snapshot
 
@@ -131,9 +131,9 @@ def test_of_one_shape_the_first_in_order_starts_first(
         if simulation.running:
             ends = data.draw(st.sampled_from(sorted(simulation.running)), "which ends")
             del simulation.running[ends]
-    for shape in {Shape.of(each) for each in asked}:
-        mine = [r.id for r in simulation.started if Shape.of(r) == shape]
-        assert mine == [r.id for r in order if Shape.of(r) == shape][: len(mine)]
+    for shape in {shape_of(each) for each in asked}:
+        mine = [r.id for r in simulation.started if shape_of(r) == shape]
+        assert mine == [r.id for r in order if shape_of(r) == shape][: len(mine)]
 
 
 @given(simulations, st.lists(requests, max_size=15))

@@ -17,6 +17,7 @@ from prefect_gpu.scheduling.standbys import (
     plan_standbys,
 )
 from prefect_gpu.units import GIB
+from tests.cases import cases
 
 MACHINE = Machine(100 * GIB, 0, 2 * GIB, cores=8, most=4)
 
@@ -28,93 +29,49 @@ def demand(kind: str = "a", waiting: int = 0, **changes: object) -> KindDemand:
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("demands", "machine", "plan"),
-    [
-        pytest.param([], MACHINE, StandbyPlan(), id="none is wanted"),
-        pytest.param([demand(waiting=1)], MACHINE, StandbyPlan(("a",)), id="one for one task"),
-        pytest.param(
-            [demand(latest=True)], MACHINE, StandbyPlan(("a",)), id="one for the next like the last"
+KEPT = demand(latest=True, used=True, ready=1)
+
+
+@cases(
+    "demands, starts, ends, limits, short",
+    {
+        "none is wanted": ([],),
+        "one for one task": ([demand(waiting=1)], "a"),
+        "one for the next like the last": ([demand(latest=True)], "a"),
+        "one is enough": ([demand(waiting=1, latest=True, ready=1)],),
+        "no more than the most": ([demand(waiting=9)], "aaaa"),
+        "half the cores import at a time": ([demand(waiting=9)], "aaaa", "", {"most": 9}),
+        "one core, one": ([demand(waiting=1)], "a", "", {"cores": 1}),
+        "each kind has its turn": (
+            *([demand(waiting=9), demand("b", waiting=1)], "ab", "", {"most": 2}),
         ),
-        pytest.param(
-            [demand(waiting=1, latest=True, ready=1)], MACHINE, StandbyPlan(), id="one is enough"
-        ),
-        pytest.param(
-            [demand(waiting=9)], MACHINE, StandbyPlan(("a",) * 4), id="no more than the most"
-        ),
-        pytest.param(
-            [demand(waiting=9)],
-            replace(MACHINE, most=9),
-            StandbyPlan(("a",) * 4),
-            id="half the cores import at a time",
-        ),
-        pytest.param(
-            [demand(waiting=1)], replace(MACHINE, cores=1), StandbyPlan(("a",)), id="one core, one"
-        ),
-        pytest.param(
-            [demand(waiting=9), demand("b", waiting=1)],
-            replace(MACHINE, most=2),
-            StandbyPlan(("a", "b")),
-            id="each kind has its turn",
-        ),
-        pytest.param(
-            [demand(ready=2, importing=1)],
-            MACHINE,
-            StandbyPlan(ends=("a",) * 3),
-            id="none is wanted any more",
-        ),
-        pytest.param(
-            [demand(latest=True, used=True, ready=1), demand("b", used=True, ready=2)],
-            MACHINE,
-            StandbyPlan(ends=("b",)),
-            id="one is kept of what was of use before",
-        ),
-        pytest.param(
+        "none is wanted any more": ([demand(ready=2, importing=1)], "", "aaa"),
+        "one is kept of what was of use before": ([KEPT, demand("b", used=True, ready=2)], "", "b"),
+        "unless another is wanted more": (
             [demand(latest=True, used=True), demand("b", used=True, ready=1)],
-            replace(MACHINE, most=1),
-            StandbyPlan(ends=("b",)),
-            id="unless another is wanted more",
+            *("", "b", {"most": 1}),
         ),
-        pytest.param(
-            [demand(waiting=2, useful=False, ready=1)],
-            MACHINE,
-            StandbyPlan(ends=("a",)),
-            id="of no use",
+        "of no use": ([demand(waiting=2, useful=False, ready=1)], "", "a"),
+        "as many as memory holds": ([demand(waiting=3)], "aa", "", {"available_bytes": 4 * GIB}),
+        "what imports still takes its memory yet": (
+            *([demand(waiting=3, importing=1)], "a", "", {"available_bytes": 4 * GIB}),
         ),
-        pytest.param(
-            [demand(waiting=3)],
-            replace(MACHINE, available_bytes=4 * GIB),
-            StandbyPlan(("a",) * 2),
-            id="as many as memory holds",
-        ),
-        pytest.param(
-            [demand(waiting=3, importing=1)],
-            replace(MACHINE, available_bytes=4 * GIB),
-            StandbyPlan(("a",)),
-            id="what imports still takes its memory yet",
-        ),
-        pytest.param(
-            [demand(waiting=3)],
-            replace(MACHINE, promised_bytes=98 * GIB),
-            StandbyPlan(),
-            id="tasks come first",
-        ),
-        pytest.param(
+        "tasks come first": ([demand(waiting=3)], "", "", {"promised_bytes": 98 * GIB}),
+        "short of memory, the least urgent ends first": (
             [demand(waiting=1, ready=1), demand("b", waiting=1, ready=1)],
-            replace(MACHINE, available_bytes=GIB),
-            StandbyPlan(ends=("b",), short_of_memory=True),
-            id="short of memory, the least urgent ends first",
+            *("", "b", {"available_bytes": GIB}, True),
         ),
-        pytest.param(
-            [demand(waiting=1, ready=1), demand("b", waiting=1)],
-            replace(MACHINE, most=1),
-            StandbyPlan(),
-            id="one that exists is not replaced by another that is as much wanted",
+        "one that exists is not replaced by another that is as much wanted": (
+            *([demand(waiting=1, ready=1), demand("b", waiting=1)], "", "", {"most": 1}),
         ),
-    ],
+    },
+    *("", "", {}, False),
 )
-def test_plan(demands: list[KindDemand], machine: Machine, plan: StandbyPlan) -> None:
-    assert plan_standbys(demands, machine) == plan
+def test_plan(
+    demands: list[KindDemand], starts: str, ends: str, limits: dict[str, int], short: bool
+) -> None:
+    plan = plan_standbys(demands, replace(MACHINE, **limits))
+    assert plan == StandbyPlan(tuple(starts), tuple(ends), short)
 
 
 def test_most_by_default() -> None:

@@ -84,12 +84,7 @@ def record(path: Path) -> Callable[[Machine], Handle]:
             file.flush()
 
         def facts() -> dict[str, Facts]:
-            tickets = (
-                *known.waiting.values(),
-                *known.placed.values(),
-                *known.parked.values(),
-                *known.recovery.ending,
-            )
+            tickets = (*known.own.values(), *known.recovery.ending.values())
             return {
                 each.request.id: Facts(
                     each.pid,

@@ -23,6 +23,7 @@ from tests.unit.broker.broker_rig import rig as rig
 def may_resume(rig: Rig, ticket: Ticket) -> bool:
     """Ask as a process does that is about to resume."""
     rig.broker.show_suspension(ticket, "moving in", "moving back")
+    rig.broker.look()
     return ticket.may_resume.get(timeout=DEADLOCK_S)
 
 
@@ -356,7 +357,7 @@ def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> Non
     ask_by_hand(rig, training.ticket, True)
     assert training.entry.held_back and training.entry.suspension == ""
     rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
-    rig.broker.settle()
+    rig.broker.look()
     ask_by_hand(rig, training.ticket, False)
     # Where it is on its way, that stays.
     assert training.entry.suspension == "moving to the host"

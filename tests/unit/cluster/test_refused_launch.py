@@ -9,17 +9,18 @@ import pytest
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
-from prefect_gpu.runner import submission
+from prefect_gpu.runner import next_step
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import GIB
 from tests.unit.runner.test_body_run import Full, Scene, own_cap
+from tests.unit.runner.test_body_run import _attempts_are_fake as _attempts_are_fake
 
 REFUSED = NodeRefusedError("a", "4GiB on any of 1 devices; most free 3GiB")
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submission, "REFUSED_S", 0.0)
+    monkeypatch.setattr(next_step, "REFUSED_S", 0.0)
 
 
 def test_a_task_that_was_refused_is_placed_again_with_the_same_number() -> None:
@@ -55,10 +56,10 @@ def test_a_person_sees_why_it_waits_and_not_with_each_refusal() -> None:
 
 
 def test_a_node_that_always_refuses_does_not_outlast_the_wait() -> None:
-    scene = Scene(REFUSED, REFUSED, wait_s=0.0)
+    scene = Scene(REFUSED, REFUSED, wait_s=0.0, memory=None)
     released = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scene.book, "release", released.append)
+        patch.setattr(scene.gate, "release", released.append)
         with pytest.raises(
             PlacementTimeoutError, match=r"is over: node a .* refused the task: 4GiB"
         ):
@@ -68,10 +69,10 @@ def test_a_node_that_always_refuses_does_not_outlast_the_wait() -> None:
 
 
 def test_a_budget_that_was_given_is_given_back_once_after_refusals() -> None:
-    scene = Scene(REFUSED, 7)
+    scene = Scene(REFUSED, 7, memory=None)
     released = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scene.book, "release", released.append)
+        patch.setattr(scene.gate, "release", released.append)
         scene.call.run()
     assert len(released) == 1
 

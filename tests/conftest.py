@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.integration.programs import Workplace, workplace
+
 # A standby costs a start of a process for each kind of task, and competes with the tests that run
 # beside it: only tests about standbys start them, with an argument of the runner.
 os.environ["PREFECT_INTEGRATIONS_GPU_STANDBY"] = "0"
@@ -101,3 +103,10 @@ def _one_server(folder: Path) -> Iterator[str]:
                 fcntl.flock(turn, fcntl.LOCK_EX)
                 port.unlink()
                 fcntl.flock(users, fcntl.LOCK_EX)
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    """A folder for programs that use the server; fails if one of their processes is left."""
+    with workplace(tmp_path, prefect_server) as made:
+        yield made

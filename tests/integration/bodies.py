@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect_gpu import current_allocation, report_metric, step
+from prefect_gpu import current_allocation, step
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.testing import allocate
 
@@ -138,16 +138,6 @@ class HeldError(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.connection = sqlite3.connect(":memory:")
-
-
-def evaluate_model(number: int) -> int:
-    """Report an accuracy, and fail for one of the numbers."""
-    with allocate("1GiB"):
-        report_metric("accuracy", 0.5)
-        report_metric("accuracy", 0.9 + number / 100)
-    if number == 3:
-        raise ValueError("no data")
-    return number
 
 
 def spend(_: int) -> tuple[float, float]:

@@ -46,7 +46,7 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Real processes, a Prefect server for each of three workers, and the browser once. Three for two cores: tests wait
+# Real processes, one Prefect server for all workers, and the browser once. Three for two cores: tests wait
 # for almost half of their time. A file is never split: its tests may share a flow run. Files keep the order of
 # `testpaths`. Tests on a GPU run one after the other; without one they skip and say why.
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder

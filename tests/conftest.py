@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+
+from tests.integration.programs import Workplace, workplace
 
 # A standby costs a start of a process for each kind of task, and competes with the tests that run
 # beside it: only tests about standbys start them, with an argument of the runner.
@@ -34,10 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server() -> Iterator[str]:
-    """The URL of a temporary Prefect API, set for everything in this process.
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a temporary Prefect API, one for all workers, set for everything in this process.
 
-    Takes about 10 s to start on an idle machine, so it runs once in each worker. It sets the API URL, which hides what a user
+    Takes about 10 s to start on an idle machine. It sets the API URL, which hides what a user
     without a server sees: the ephemeral server has tests of its own. Task-run states reach the API
     seconds late: poll.
     """
@@ -48,10 +54,59 @@ def prefect_server() -> Iterator[str]:
         patch.delenv("PREFECT_API_URL", raising=False)
         # Servers and children without compiled bytecode start twice as slowly.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        from prefect.settings import PREFECT_API_URL
-        from prefect.testing.utilities import prefect_test_harness
+        from prefect.settings import (
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+            PREFECT_LOGGING_TO_API_BATCH_INTERVAL,
+            PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL,
+            temporary_settings,
+        )
 
-        with prefect_test_harness(server_startup_timeout=270):
-            url = PREFECT_API_URL.value()
-            assert url
+        quick = {
+            # Its thread, which sleeps for 1 s at a time, is joined at the end of a flow.
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+            # By default logs come to the server after 2 s, and events to its database after 5 s.
+            PREFECT_LOGGING_TO_API_BATCH_INTERVAL: 0.5,
+            PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL: 1.0,
+        }
+        base = tmp_path_factory.getbasetemp()
+        folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        with temporary_settings(quick), _one_server(folder) as url:
             yield url
+
+
+@contextmanager
+def _one_server(folder: Path) -> Iterator[str]:
+    """Use the server of the first process that comes to a folder, which ends it after all others."""
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_API_URL
+    from prefect.testing.utilities import prefect_test_harness
+
+    port = folder / "prefect-server-port"
+
+    def join(server: SubprocessASGIServer, timeout: int | None = None) -> None:
+        server.port = int(port.read_text())
+
+    with (folder / "turn.lock").open("w") as turn, (folder / "users.lock").open("w") as users:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        is_first = not port.exists()
+        with ExitStack() as stack:
+            with pytest.MonkeyPatch.context() as patch:
+                if not is_first:
+                    fcntl.flock(users, fcntl.LOCK_SH)
+                    patch.setattr(SubprocessASGIServer, "start", join)
+                stack.enter_context(prefect_test_harness(server_startup_timeout=270))
+            url = PREFECT_API_URL.value() or ""
+            port.write_text(str(urlsplit(url).port))
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            yield url
+            if is_first:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+                port.unlink()
+                fcntl.flock(users, fcntl.LOCK_EX)
+
+
+@pytest.fixture
+def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
+    """A folder for programs that use the server; fails if one of their processes is left."""
+    with workplace(tmp_path, prefect_server) as made:
+        yield made

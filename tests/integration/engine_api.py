@@ -110,6 +110,13 @@ def artifacts(
     return sorted(found, key=lambda artifact: artifact.created or 0)
 
 
+def reports(task_run_id: UUID, count: int) -> list[dict[str, str]]:
+    """Return the metadata of a task run's processes in their order."""
+    found = artifacts(task_run_id=task_run_id, count=count)
+    metadata = [artifact.metadata_ or {} for artifact in found]
+    return sorted(metadata, key=lambda m: int(m["attempt"]))
+
+
 def children() -> list[int]:
     """Return the ids of the child processes of GPU tasks."""
     import psutil

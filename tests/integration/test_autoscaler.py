@@ -20,7 +20,6 @@ from prefect_gpu import GPUTaskRunner
 from tests.fakes.ports import free_port
 from tests.integration.programs import MARK, REPOSITORY, Workplace, marked, wait_for
 from tests.integration.test_cluster import ONE, fails, listens, work
-from tests.integration.test_cluster import place as place
 
 ray = pytest.importorskip("ray")
 

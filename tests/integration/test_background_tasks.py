@@ -24,15 +24,13 @@ from tests.integration.programs import Workplace, lines_of, wait_for, workplace
 
 DEVICES = "simulated:1x8GiB@background"
 
-#: What servers, callers and flows import.
-JOBS = """
+#: What processes of tasks import: without Prefect, which takes a second.
+BODIES = """
 import asyncio
 import os
 import time
 
-from prefect import task
-
-from prefect_gpu import current_allocation, gpu
+from prefect_gpu import current_allocation
 from prefect_gpu.testing import allocate
 
 
@@ -46,7 +44,6 @@ def note(text):
         file.write(f"{text}\\n")
 
 
-@task(tags=gpu(memory="1GiB", framework="none"))
 def work(index, caller="delay"):
     # Of more than seven at a time one would find no memory.
     with allocate("1000MiB"):
@@ -56,24 +53,20 @@ def work(index, caller="delay"):
         return index, *seen()
 
 
-@task(tags=gpu(memory="1GiB", framework="none"))
+def plain():
+    return seen()
+
+
 async def work_async():
     await asyncio.sleep(0)
     return seen()
 
 
-@task
-def plain():
-    return seen()
-
-
-@task
 async def plain_async():
     await asyncio.sleep(0)
     return seen()
 
 
-@task(tags=gpu(memory="1GiB", framework="none"))
 def hold(index):
     with open("held.txt", "a") as file:
         file.write(f"{index} {os.getpid()}\\n")
@@ -82,12 +75,27 @@ def hold(index):
     return index
 
 
-@task(tags=gpu(memory="1GiB", framework="none"), retries=1, timeout_seconds=1)
 def fail_once():
     if not os.path.exists("failed"):
         open("failed", "w").close()
         time.sleep(600)
     return seen()
+"""
+
+#: What servers, callers and flows import.
+JOBS = """
+import bodies_of_jobs as bodies
+from prefect import task
+from prefect_gpu import gpu
+
+SMALL = gpu(memory="1GiB", framework="none")
+
+work = task(bodies.work, tags=SMALL)
+work_async = task(bodies.work_async, tags=SMALL)
+plain = task(bodies.plain)
+plain_async = task(bodies.plain_async)
+hold = task(bodies.hold, tags=SMALL)
+fail_once = task(bodies.fail_once, tags=SMALL, retries=1, timeout_seconds=1)
 """
 
 SERVER = """
@@ -144,13 +152,17 @@ class Server:
 def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
     with workplace(tmp_path, prefect_server) as made:
         made.environment["PREFECT_INTEGRATIONS_GPU_DEVICES"] = DEVICES
+        made.write("bodies_of_jobs.py", BODIES)
         made.write("jobs.py", JOBS)
         yield made
 
 
 def call(place: Workplace, text: str) -> dict[str, str]:
     """Run a program that makes `found`; return it."""
-    place.write("call.py", f"import json\nfrom jobs import *\n{text}\nprint(json.dumps(found))\n")
+    place.write(
+        "call.py",
+        f"import json\nfrom jobs import *\nfrom prefect_gpu import gpu\n{text}\nprint(json.dumps(found))\n",
+    )
     found: dict[str, str] = json.loads(place.run("call.py").stdout.splitlines()[-1])
     return found
 

@@ -35,6 +35,7 @@ from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
 from tests.fakes.ports import free_port
 from tests.fakes.traps import Traps
+from tests.integration import bodies
 from tests.integration import engine_api as api
 from tests.integration.programs import (
     LIMIT_S,
@@ -44,7 +45,6 @@ from tests.integration.programs import (
     lines_of,
     marked,
     wait_for,
-    workplace,
 )
 
 ray = pytest.importorskip("ray")
@@ -146,12 +146,6 @@ def machines() -> Iterator[Machines]:
         yield made
 
 
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
-
-
 def connection() -> Cluster:
     """Return the cluster of the flow around the caller, connected."""
     context = FlowRunContext.get()
@@ -191,22 +185,7 @@ def stored_bytes(machines: Machines) -> int:
         ray.shutdown()
 
 
-def node_of(allocated: Any) -> str:
-    assert allocated is not None
-    return str(allocated.device_uuids[0]).split("-")[1]
-
-
-@task(tags=gpu(memory="16GiB"), log_prints=True)
-def work(index: int, folder: str = "", big: Any = None) -> tuple[int, str, float]:
-    """Return the index, the name of the node, and the sum of an argument; wait for a sign if there is a folder."""
-    node = node_of(current_allocation())
-    print(f"task {index} runs")
-    if folder:
-        # An attempt each.
-        Path(folder, f"{index}-{node}-{os.getpid()}").touch()
-        while not Path(folder, "go").exists():
-            time.sleep(0.02)
-    return index, node, 0.0 if big is None else float(big.sum())
+work = task(bodies.work, tags=gpu(memory="16GiB"), log_prints=True)
 
 
 def meet(folder: Path, count: int) -> dict[int, str]:
@@ -216,13 +195,17 @@ def meet(folder: Path, count: int) -> dict[int, str]:
     return {int(index): node for index, node, _ in found}
 
 
-class HostError(Exception):
-    pass
+@pytest.fixture
+def pair() -> Iterator[Machines]:
+    """Two nodes, which are enough for the one test of every day."""
+    with started("n1") as made:
+        yield made
 
 
 def test_tasks_run_on_all_nodes(
-    machines: Machines, prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    pair: Machines, prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    names = set(NAMES[:2])
     puts: list[int] = []
     put = RayStore.put
 
@@ -240,7 +223,7 @@ def test_tasks_run_on_all_nodes(
 
     @task(tags=gpu(memory="1GiB"))
     def fail() -> None:
-        raise HostError("of the body")
+        raise bodies.HostError("of the body")
 
     @task(tags=gpu(memory="1GiB"))
     def grow() -> int:
@@ -251,39 +234,39 @@ def test_tasks_run_on_all_nodes(
             assert allocated is not None
             return allocated.attempt
 
-    @flow(task_runner=machines.runner())
+    @flow(task_runner=pair.runner())
     def main() -> Any:
         context = FlowRunContext.get()
         assert context is not None and context.flow_run is not None
         flow_runs.append(context.flow_run.id)
-        together = [work.submit(i, str(tmp_path), big) for i in range(3)]
-        meet(tmp_path, 3)
+        together = [work.submit(i, str(tmp_path), big) for i in range(2)]
+        meet(tmp_path, 2)
         Path(tmp_path, "go").touch()
         others = make.submit(), fail.submit(), grow.submit()
         wait([*together, *others])
         return [f.result() for f in together], [f.result(raise_on_failure=False) for f in others]
 
     worked, (made, failed, attempt) = main()
-    assert [(index, total) for index, _, total in worked] == [(i, 500_000.0) for i in range(3)]
-    assert {node for _, node, _ in worked} == set(NAMES)
+    assert [(index, total) for index, _, total in worked] == [(i, 500_000.0) for i in range(2)]
+    assert {node for _, node, _ in worked} == names
     made += 1
     assert made.shape == (1_000_000,) and float(made.sum()) == 2_000_000.0
-    assert isinstance(failed, HostError) and failed.args == ("of the body",)
+    assert isinstance(failed, bodies.HostError) and failed.args == ("of the body",)
     assert attempt == 2
     assert [size for size in puts if size >= STORED_BYTES] == [big.nbytes]
-    found = api.logs(flow_runs[0], [f"task {i} runs" for i in range(3)])
-    assert all(found[f"task {i} runs"].task_run_id for i in range(3))
-    # Seven processes, and the flow.
-    *reports, of_flow = api.artifacts(flow_run_id=flow_runs[0], count=8)
-    assert {report.metadata_["node"] for report in reports} == set(NAMES)
+    found = api.logs(flow_runs[0], [f"task {i} runs" for i in range(2)])
+    assert all(found[f"task {i} runs"].task_run_id for i in range(2))
+    # Six processes, and the flow.
+    *reports, of_flow = api.artifacts(flow_run_id=flow_runs[0], count=7)
+    assert {report.metadata_["node"] for report in reports} == names
     assert all(f"| Device | {r.metadata_['node']}:0, " in str(r.data) for r in reports)
-    assert of_flow.metadata_["nodes"] == "3"
-    assert all(f"| {name}:0 |" in str(of_flow.data) for name in NAMES)
+    assert of_flow.metadata_["nodes"] == "2"
+    assert all(f"| {name}:0 |" in str(of_flow.data) for name in names)
 
     # Nothing is left.
     assert not ray.is_initialized()
-    wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}")
-    wait_for(lambda: stored_bytes(machines) == 0, interval_s=0.2)
+    wait_for(lambda: not left(pair), explain=lambda: f"{left(pair)}")
+    wait_for(lambda: stored_bytes(pair) == 0, interval_s=0.2)
 
 
 @pytest.mark.slow
@@ -297,7 +280,7 @@ def test_first_runs_share_the_devices_of_nodes_and_all_are_learned_from(
         with allocate("2GiB"):
             Path(folder, name).touch()
             wait_for(lambda: len(list(Path(folder).iterdir())) == len(NAMES) + 2)
-            return node_of(current_allocation())
+            return bodies.node_of(current_allocation())
 
     names = [f"unknown-{n}" for n in range(len(NAMES) + 2)]
     first, second = tmp_path / "first", tmp_path / "second"
@@ -371,16 +354,6 @@ def test_a_flow_outside_of_the_cluster_is_its_client(
     wait_for(lambda: not left(machines), explain=lambda: f"{left(machines)}", limit_s=120.0)
 
 
-@task(tags=gpu(memory="4GiB"), retries=2)
-def square(index: int) -> tuple[int, str]:
-    """Return the square of a number, and the name of the node."""
-    from prefect_gpu.testing import allocate
-
-    with allocate("3GiB"):
-        time.sleep(0.05)
-    return index * index, node_of(current_allocation())
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_hundred_tasks_outlive_a_node(machines: Machines, prefect_server: str) -> None:
@@ -388,6 +361,7 @@ def test_two_hundred_tasks_outlive_a_node(machines: Machines, prefect_server: st
 
     @flow(task_runner=machines.runner())
     def main() -> Any:
+        square = task(bodies.square, tags=gpu(memory="4GiB"), retries=2)
         futures = square.map(range(count))
         wait_for(lambda: sum(f.state.is_final() for f in futures) > count // 4, limit_s=600.0)
         machines.remove("n2")

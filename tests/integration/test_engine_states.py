@@ -29,32 +29,13 @@ from prefect_gpu.errors import (
     ResultError,
 )
 from tests.integration import engine_api as api
+from tests.integration.bodies import AwkwardError, ColdError, HeldError
 from tests.process.rig import eventually
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
 SMALL = gpu(memory="64MiB")
 MANY = GPUTaskRunner(devices=api.TWO, reports=False)
-
-
-class ColdError(Exception):
-    """An error whose constructor pickles."""
-
-
-class AwkwardError(Exception):
-    """An error whose constructor takes other arguments than it passes on."""
-
-    def __init__(self, code: int, *, hint: str) -> None:
-        super().__init__(f"code {code}: {hint}")
-        self.code = code
-
-
-class HeldError(Exception):
-    """An error that holds an object that cannot be pickled."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.connection = sqlite3.connect(":memory:")
 
 
 #: The futures of one flow run, by what their tasks do.

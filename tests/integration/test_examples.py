@@ -13,7 +13,6 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -23,7 +22,7 @@ from prefect import get_client
 
 from prefect_gpu import report
 from tests.integration import engine_api as api
-from tests.integration.programs import LIMIT_S, REPOSITORY, Workplace, run_cells, workplace
+from tests.integration.programs import LIMIT_S, REPOSITORY, Workplace, run_cells
 
 FLOWS = REPOSITORY / "flows"
 NOTEBOOK = json.loads((FLOWS / "notebook.ipynb").read_text(encoding="utf-8"))
@@ -57,12 +56,6 @@ flow = example.evaluate_architectures.with_options(
 )
 print(*example.figures(flow([("timm", "huge"), ("timm", "small")], "2GiB", 1, True)), sep="\\n")
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 def run_example(place: Workplace, name: str, *arguments: str) -> list[str]:

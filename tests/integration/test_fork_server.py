@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ChildTimeoutError, DeviceError, PolicyError
 from prefect_gpu.processes.fork_server import fork_server_pool
 from prefect_gpu.processes.standby_pool import standby_pool
-from tests.integration.programs import Workplace, lines_of, wait_for, workplace
+from tests.integration import bodies
+from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -34,15 +34,7 @@ def runner(**changes: Any) -> GPUTaskRunner:
     return GPUTaskRunner(**{**given, **changes})
 
 
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
-
-
-@task(tags=SMALL)
-def where() -> tuple[int, int]:
-    return os.getpid(), os.getppid()
+where = task(bodies.ids, tags=SMALL)
 
 
 def test_each_task_is_a_fork_of_one_template_and_nothing_is_left() -> None:
@@ -60,12 +52,6 @@ def test_each_task_is_a_fork_of_one_template_and_nothing_is_left() -> None:
     assert not any(is_alive(pid) for pid in (*templates, *(pid for pid, _ in found)))
 
 
-class ShopError(Exception):
-    def __init__(self, item: str, price: int) -> None:
-        super().__init__(item, price)
-        self.item = item
-
-
 def test_values_errors_deaths_timeouts_and_retries_are_as_ever(tmp_path: Path) -> None:
     @task(tags=SMALL)
     def double(x: int) -> dict[str, int]:
@@ -75,7 +61,7 @@ def test_values_errors_deaths_timeouts_and_retries_are_as_ever(tmp_path: Path) -
 
     @task(tags=SMALL)
     def shop() -> None:
-        raise ShopError("bread", 3)
+        raise bodies.ShopError("bread", 3)
 
     @task(tags=SMALL)
     def crash() -> None:
@@ -123,7 +109,7 @@ def test_values_errors_deaths_timeouts_and_retries_are_as_ever(tmp_path: Path) -
     assert result(states["add"]) == 6
     assert result(states["third_time"]) == (3, template)
     problem = result(states["shop"])
-    assert isinstance(problem, ShopError) and problem.item == "bread"
+    assert isinstance(problem, bodies.ShopError) and problem.item == "bread"
     assert states["crash"].name == states["leave"].name == "Crashed"
     assert "was killed by SIGSEGV" in states["crash"].message
     assert "ended with exit code 3" in states["leave"].message
@@ -289,12 +275,8 @@ def test_flows_of_several_threads_share_a_template() -> None:
     assert fork_server_pool().pids == ()
 
 
-#: Ways to end a flow from outside; the two that its process sees differ in little.
-ENDS = [
-    signal.SIGKILL,
-    signal.SIGTERM,
-    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-]
+#: Signals that end a flow; `faults/test_processes` kills its process.
+ENDS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 
 _FLOW = """
 import os, time

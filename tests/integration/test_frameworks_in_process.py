@@ -165,10 +165,8 @@ for _ in range(2):
     assert "1 GPU(s) allotted, 0 found" in found["error"]
 
 
-@needs_tensorflow
-def test_tensorflow_on_the_host_with_growth():
-    found = run_child(
-        """
+#: What TensorFlow does on the host: parts of one process, for it takes seconds to import.
+ON_THE_HOST = """
 import tensorflow as tf
 out["before"] = counters()
 out["growth"] = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
@@ -197,9 +195,38 @@ try:
     ADAPTERS["tensorflow"].apply(replace(policy, cpus=3))
 except FrameworkError as error:
     out["late"] = str(error)
-""",
-        host_policy(allocation="growth"),
-    )
+
+# A session of a server.
+from prefect_gpu.frameworks.tensorflow_adapter import hold_caps
+
+# Without a GPU TensorFlow takes no notice of its options.
+hold_caps((), ())
+server = tf.distribute.Server.create_local_server()
+with tf.Graph().as_default(), tf.compat.v1.Session(server.target, config=tf.compat.v1.ConfigProto()) as session:
+    out["sum"] = int(session.run(tf.compat.v1.constant(1) + 2))
+
+# A TensorFlow that opens GPUs otherwise.
+from tensorflow.python.grappler import _pywrap_tf_cluster
+
+del _pywrap_tf_cluster.TF_NewCluster
+hold_caps(None, (8,))
+try:
+    hold_caps((4,), (8,))
+except FrameworkError as error:
+    out["error of a cap"] = str(error)
+out["version"] = tf.__version__
+"""
+
+
+@pytest.fixture(scope="module")
+def on_the_host():
+    pytest.importorskip("tensorflow")
+    return run_child(ON_THE_HOST, host_policy(allocation="growth"))
+
+
+@needs_tensorflow
+def test_tensorflow_on_the_host_with_growth(on_the_host):
+    found = on_the_host
     assert found["before"] is None
     assert found["after"] is None
     assert found["growth"] == "true"
@@ -210,6 +237,19 @@ except FrameworkError as error:
     # The machine's memory, not a device's.
     assert found["oom"] == ["ResourceExhaustedError", False]
     assert "its runtime must not start before the task's body" in found["late"]
+
+
+@needs_tensorflow
+def test_a_session_of_a_tensorflow_server_runs_under_a_cap(on_the_host):
+    assert on_the_host["sum"] == 3
+
+
+@needs_tensorflow
+def test_a_tensorflow_that_opens_gpus_otherwise_is_refused_under_a_cap_only(on_the_host):
+    expected = (
+        f"TensorFlow {on_the_host['version']} has no grappler._pywrap_tf_cluster.TF_NewCluster"
+    )
+    assert expected in on_the_host["error of a cap"]
 
 
 #: TensorFlow with GPUs that it does not have: whatever opens them is stopped, and shows what it asks for.
@@ -524,47 +564,6 @@ def test_a_gpu_that_tensorflow_has_opened_is_split_no_further(shown):
     assert found["split"] == [[1024, 1024]]
     assert found["again"] == [[4096, 4096]]
     assert found["then whole"] == [[8192]]
-
-
-@needs_tensorflow
-def test_a_session_of_a_tensorflow_server_runs_under_a_cap():
-    found = run_child(
-        """
-import tensorflow as tf
-from prefect_gpu.frameworks.tensorflow_adapter import hold_caps
-
-v1 = tf.compat.v1
-# Without a GPU TensorFlow takes no notice of its options.
-hold_caps((), ())
-server = tf.distribute.Server.create_local_server()
-with v1.Graph().as_default(), v1.Session(server.target, config=v1.ConfigProto()) as session:
-    out["sum"] = int(session.run(v1.constant(1) + 2))
-""",
-        host_policy(),
-    )
-    assert found["sum"] == 3
-
-
-@needs_tensorflow
-def test_a_tensorflow_that_opens_gpus_otherwise_is_refused_under_a_cap_only():
-    found = run_child(
-        """
-import tensorflow
-from tensorflow.python.grappler import _pywrap_tf_cluster
-from prefect_gpu.frameworks.tensorflow_adapter import hold_caps
-
-del _pywrap_tf_cluster.TF_NewCluster
-hold_caps(None, (8,))
-try:
-    hold_caps((4,), (8,))
-except FrameworkError as error:
-    out["error"] = str(error)
-out["version"] = tensorflow.__version__
-""",
-        host_policy(),
-    )
-    expected = f"TensorFlow {found['version']} has no grappler._pywrap_tf_cluster.TF_NewCluster"
-    assert expected in found["error"]
 
 
 @needs_tensorflow

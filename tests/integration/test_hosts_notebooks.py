@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.integration.programs import ARRIVED, SCRIPT, TASKS, Workplace, run_cells, workplace
+from tests.integration.programs import ARRIVED, SCRIPT, TASKS, Workplace, run_cells
 
 pytest.importorskip("IPython")
 pytest.importorskip("jupyter_client")
 pytest.importorskip("ipykernel")
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 def test_a_jupyter_kernel(place: Workplace) -> None:

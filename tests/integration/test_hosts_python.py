@@ -6,12 +6,10 @@ One program of each kind runs every day; those that differ from it in one detail
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.integration.programs import ARRIVED, CALL, SCRIPT, TASKS, Workplace, workplace
+from tests.integration.programs import ARRIVED, CALL, SCRIPT, TASKS, Workplace
 
 LOAD = """
 from prefect.flows import load_flow_from_entrypoint
@@ -20,12 +18,6 @@ if len(sys.argv) > 2:
     __import__(sys.argv[2])
 print("RESULT", load_flow_from_entrypoint(sys.argv[1])())
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 def check(place: Workplace, output: str, module: str = "__main__") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.engine.task_engine import is_hopeless
 from prefect_gpu.errors import NO_ROOM, ResultError
 from prefect_gpu.values import argument_files, transport
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 np = pytest.importorskip("numpy")
@@ -27,24 +27,8 @@ RUNNER = GPUTaskRunner(devices=api.TWO, reports=False)
 COUNT = 1 << 20
 
 
-def mapped() -> list[str]:
-    """Inodes of memory files that this process has mapped."""
-    with open("/proc/self/maps", encoding="ascii") as file:
-        return [line.split()[4] for line in file if "memfd:prefect-gpu" in line]
-
-
-@task(tags=gpu(memory="64MiB"), cache_policy=NO_CACHE)
-def change(array: Any, by: float) -> tuple[float, list[str], int]:
-    was = float(array.sum())
-    array += by
-    with open("/proc/self/maps", encoding="ascii") as file:
-        found = [line.split()[4] for line in file if "memfd:prefect-gpu" in line]
-    return was, found, os.getpid()
-
-
-@task(tags=gpu(memory="64MiB"), cache_policy=NO_CACHE)
-def make(number: float) -> Any:
-    return np.full(COUNT, number)
+change = task(bodies.change, tags=gpu(memory="64MiB"), cache_policy=NO_CACHE)
+make = task(bodies.full, tags=gpu(memory="64MiB"), cache_policy=NO_CACHE)
 
 
 @pytest.fixture
@@ -102,11 +86,11 @@ def test_tensors_that_several_tasks_take_are_written_once(written: list[int]) ->
 
 def test_results_go_from_task_to_task_and_stay_as_long_as_they_are_held() -> None:
     gc.collect()
-    before = len(mapped())
+    before = len(bodies.mapped())
 
     @flow(task_runner=RUNNER)
     def chain() -> Any:
-        first = make.submit(2.0)
+        first = make.submit(COUNT, 2.0)
         was, _, _ = change.submit(first, 1.0).result()
         assert was == 2.0 * COUNT
         value = first.result()
@@ -115,7 +99,7 @@ def test_results_go_from_task_to_task_and_stay_as_long_as_they_are_held() -> Non
 
     value = chain()
     assert value[:2].tolist() == [9.0, 2.0] and value.flags.writeable
-    assert len(mapped()) > before
+    assert len(bodies.mapped()) > before
     del value
     gc.collect()
 

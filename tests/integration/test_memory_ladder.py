@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ from prefect_gpu import BudgetExceededError, ChildDiedError, GPUTaskRunner, gpu
 from prefect_gpu.devices.simulated import SimulatedReader
 from prefect_gpu.testing import SimulatedDevices, SimulatedOutOfMemoryError
 from prefect_gpu.units import GIB, MIB
+from tests.integration import bodies
 from tests.integration import engine_api as api
 from tests.integration.programs import Workplace, workplace
 
@@ -39,28 +38,12 @@ def machine() -> SimulatedReader:
     return reader
 
 
-def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
-    """Return the metadata of a task run's processes in their order."""
-    found = api.artifacts(task_run_id=task_run_id, count=count)
-    metadata = [artifact.metadata_ or {} for artifact in found]
-    return sorted(metadata, key=lambda m: int(m["attempt"]))
-
-
 def run(body: Callable[[], Any]) -> Any:
     return flow(task_runner=runner())(body)()
 
 
-@task
-def fill(sizes: list[str], hold_s: float = 0.0) -> tuple[int, int]:
-    """Take memory piece by piece; tell the budget and which process it is."""
-    from prefect_gpu import current_allocation
-    from prefect_gpu.testing import allocate
-
-    held = [allocate(size) for size in sizes]
-    time.sleep(hold_s)
-    allocation = current_allocation()
-    assert held is not None and allocation is not None
-    return allocation.budget_bytes, allocation.attempt
+fill = task(bodies.fill)
+fill_when_told = task(bodies.fill_when_told, tags=gpu(memory="4GiB"))
 
 
 def test_a_task_run_that_ends_out_of_memory_says_in_its_state_what_to_write() -> None:
@@ -95,7 +78,7 @@ def test_a_cap_that_is_too_small_is_raised_without_using_up_retries() -> None:
     # What it held, with its context, and what it asked for, and a tenth more.
     assert (budget, attempt) == (int((0.25 + 0.5 + 3) * GIB * 1.1), 2)
     assert api.task_run(futures[0].task_run_id).run_count == 1
-    first, second = reports(futures[0].task_run_id, 2)
+    first, second = api.reports(futures[0].task_run_id, 2)
     assert (first["outcome"], first["cause"]) == ("oom", "own_cap")
     assert (second["outcome"], second["cause"]) == ("completed", "none")
     assert "Pending" in api.names(futures[0].task_run_id)
@@ -113,7 +96,7 @@ def test_gpu_oom_fail_fails_at_once() -> None:
     assert state.is_failed()
     with pytest.raises(SimulatedOutOfMemoryError):
         state.result()
-    assert [m["cause"] for m in reports(futures[0].task_run_id, 1)] == ["own_cap"]
+    assert [m["cause"] for m in api.reports(futures[0].task_run_id, 1)] == ["own_cap"]
 
 
 def test_what_no_device_has_fails_and_says_how_much_was_wanted() -> None:
@@ -123,22 +106,6 @@ def test_what_no_device_has_fails_and_says_how_much_was_wanted() -> None:
     with pytest.raises(SimulatedOutOfMemoryError) as caught:
         run(never)
     assert caught.value.requested_bytes == 30 * GIB
-
-
-@task(tags=gpu(memory="4GiB"))
-def fill_when_told(folder: str) -> int:
-    """Take 1GiB, wait for a sign, take 2GiB more."""
-    from prefect_gpu import current_allocation
-    from prefect_gpu.testing import allocate
-
-    allocation = current_allocation()
-    assert allocation is not None
-    with allocate("1GiB"):
-        Path(folder, f"holds-{allocation.attempt}").touch()
-        while allocation.attempt == 1 and not Path(folder, "go").exists():
-            time.sleep(0.01)
-        with allocate("2GiB"):
-            return allocation.attempt
 
 
 def test_memory_that_another_program_took_is_waited_for(tmp_path: Path) -> None:
@@ -159,21 +126,10 @@ def test_memory_that_another_program_took_is_waited_for(tmp_path: Path) -> None:
         return futures[0].result()
 
     assert run(foreign) == 2
-    first, second = reports(futures[0].task_run_id, 2)
+    first, second = api.reports(futures[0].task_run_id, 2)
     assert (first["cause"], first["outcome"]) == ("foreign", "oom")
     assert first["budget_bytes"] == second["budget_bytes"] == str(4 * GIB)
     assert api.task_run(futures[0].task_run_id).run_count == 1
-
-
-@task(tags=gpu(memory="1GiB", allocation="growth"))
-def hog(folder: str) -> None:
-    """Take far more than was reserved."""
-    from prefect_gpu.testing import allocate
-
-    with allocate("13GiB"):
-        Path(folder, "go").touch()
-        while not Path(folder, "enough").exists():
-            time.sleep(0.01)
 
 
 def test_memory_that_another_task_took_is_waited_for_too(tmp_path: Path) -> None:
@@ -182,6 +138,7 @@ def test_memory_that_another_task_took_is_waited_for_too(tmp_path: Path) -> None
     def crowded() -> Any:
         futures.append(fill_when_told.submit(str(tmp_path)))
         api.until((tmp_path / "holds-1").exists)
+        hog = task(bodies.hog, tags=gpu(memory="1GiB", allocation="growth"))
         big = hog.submit(str(tmp_path))
         api.until(lambda: futures[0].state.name == "AwaitingGPU", "AwaitingGPU")
         (tmp_path / "enough").touch()
@@ -189,7 +146,7 @@ def test_memory_that_another_task_took_is_waited_for_too(tmp_path: Path) -> None
         return futures[0].result()
 
     assert run(crowded) == 2
-    assert [m["cause"] for m in reports(futures[0].task_run_id, 2)] == ["crowded", "none"]
+    assert [m["cause"] for m in api.reports(futures[0].task_run_id, 2)] == ["crowded", "none"]
 
 
 @pytest.mark.parametrize("enforce", ["kill", "warn"])
@@ -202,7 +159,7 @@ def test_a_process_above_its_budget_is_killed_or_reported(enforce: Any) -> None:
         return futures[0].result()
 
     budget, attempt = run(passes)
-    found = reports(futures[0].task_run_id, attempt)
+    found = api.reports(futures[0].task_run_id, attempt)
     if enforce == "kill":
         # What the device showed, and a tenth more.
         assert (budget, attempt) == (int(2.5 * GIB * 1.1), 2)
@@ -215,22 +172,17 @@ def test_a_process_above_its_budget_is_killed_or_reported(enforce: Any) -> None:
         api.logs(flow_run_id, [f"{over}; gpu:enforce=kill would end it"])
 
 
-@task(tags=gpu(memory="1GiB"))
-def kill_itself() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_bare_sigkill_is_no_matter_of_memory() -> None:
     futures: list[Any] = []
 
     def killed() -> None:
-        futures.append(kill_itself.submit())
+        futures.append(task(bodies.kill_itself, tags=gpu(memory="1GiB")).submit())
         futures[0].wait()
 
     run(killed)
     with pytest.raises(ChildDiedError, match="cause unknown"):
         futures[0].result()
-    (report,) = reports(futures[0].task_run_id, 1)
+    (report,) = api.reports(futures[0].task_run_id, 1)
     assert (report["outcome"], report["cause"]) == ("died", "unknown")
 
 
@@ -261,7 +213,7 @@ def test_the_next_run_gets_what_its_steps_needed_and_more_where_that_pinched() -
             future = train.submit(pinches)
             found.append(future.result())
             # It is learned from once its process is gone, shortly after its value is here.
-            reports(future.task_run_id, 1)
+            api.reports(future.task_run_id, 1)
         return found
 
     probe, learned, roomier = run(learn)

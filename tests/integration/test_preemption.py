@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.programs import REPOSITORY, Workplace, wait_for, workplace
+from tests.integration.programs import REPOSITORY, Workplace, wait_for
 
 HEAD = f"""
 import os
@@ -101,12 +99,6 @@ flow_of_urgent()
 print("ENDED", flush=True)
 """
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 class Scene:

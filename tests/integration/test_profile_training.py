@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.integration.programs import REPOSITORY, Workplace, workplace
+from tests.integration.programs import REPOSITORY, Workplace
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -46,12 +43,6 @@ profile_training.largest_batch, profile_training.train_briefly = largest_batch, 
 flow = profile_training.least_memory
 flow.with_options(task_runner=GPUTaskRunner(devices="simulated:1x24GiB"))(2048, 80, 1, 1, 1)
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from prefect.states import Completed
 from prefect_gpu import GPUTaskRunner, gpu, report
 from prefect_gpu.cli.commands import main
 from prefect_gpu.reports.publish import task_artifact
-from prefect_gpu.testing import allocate
 from prefect_gpu.units import GIB, parse_bytes
 from tests.fakes.reports import task_report
+from tests.integration import bodies
 from tests.integration.programs import workplace
 
 Capture = pytest.CaptureFixture[str]
@@ -30,15 +30,7 @@ Capture = pytest.CaptureFixture[str]
 MARK = uuid.uuid4().hex[:8]
 
 
-def hold(size: str, seconds: float) -> None:
-    with allocate(size):
-        threading.Event().wait(seconds)
-
-
-@task(name=f"train-{MARK}", tags=gpu(memory="10GiB", framework="none"))
-def train(number: int) -> int:
-    hold("2GiB", 0.6)
-    return number
+train = task(bodies.train, name=f"train-{MARK}", tags=gpu(memory="10GiB", framework="none"))
 
 
 @task
@@ -47,9 +39,11 @@ def plan(numbers: list[int]) -> list[int]:
     return numbers
 
 
-@task(name=f"evaluate-{MARK}", tags=gpu(framework="none", learn_by="size", priority=3))
-def evaluate(numbers: list[int], size: int) -> None:
-    hold("1GiB", 0.4)
+evaluate = task(
+    bodies.evaluate_all,
+    name=f"evaluate-{MARK}",
+    tags=gpu(framework="none", learn_by="size", priority=3),
+)
 
 
 @flow(name=f"nightly-{MARK}", task_runner=GPUTaskRunner(devices="simulated:1x16GiB", standby=1))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.integration.programs import Workplace, workplace
+from tests.integration.programs import Workplace
 
 PROGRAM = """
 import asyncio
@@ -58,12 +56,6 @@ print("FOUND", json.dumps({
     "files_left": len(os.listdir("/proc/self/fd")),
 }))
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 @pytest.mark.slow

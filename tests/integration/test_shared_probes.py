@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.scheduling import probes
 from prefect_gpu.testing import SimulatedDevices
 from prefect_gpu.units import GIB
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -24,34 +23,7 @@ def runner() -> GPUTaskRunner:
     return GPUTaskRunner(devices=simulated, headroom="0", standby=0)
 
 
-def reports(task_run_id: Any, count: int) -> list[dict[str, str]]:
-    """Return the metadata of a task run's processes in their order."""
-    found = api.artifacts(task_run_id=task_run_id, count=count)
-    metadata = [artifact.metadata_ or {} for artifact in found]
-    return sorted(metadata, key=lambda m: int(m["attempt"]))
-
-
-def meet(folder: Path, name: str, count: int) -> bool:
-    """Wait until so many tasks hold memory at the same time; return whether they did."""
-    (folder / name).touch()
-    until_s = time.monotonic() + DEADLOCK_S
-    while len(list(folder.iterdir())) < count:
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-@task(tags=gpu(learn_by="name"))
-def evaluate(name: str, folder: str, size: str, count: int) -> tuple[bool, int | None]:
-    """Take memory, and wait for the others."""
-    from prefect_gpu import current_allocation
-    from prefect_gpu.testing import allocate
-
-    allocation = current_allocation()
-    assert allocation is not None
-    with allocate(size):
-        return meet(Path(folder), name, count), allocation.cap_bytes
+evaluate, grow = (task(body, tags=gpu(learn_by="name")) for body in (bodies.evaluate, bodies.grow))
 
 
 def test_first_runs_of_different_tasks_are_on_one_device_together(tmp_path: Path) -> None:
@@ -67,7 +39,7 @@ def test_first_runs_of_different_tasks_are_on_one_device_together(tmp_path: Path
     caps = [cap for _, cap in found]
     assert caps[0] is not None and all(cap is not None and cap < caps[0] for cap in caps[1:])
     for future in futures:
-        (report,) = reports(future.task_run_id, 1)
+        (report,) = api.reports(future.task_run_id, 1)
         assert (report["budget_source"], report["outcome"]) == ("probe", "completed")
 
 
@@ -81,7 +53,7 @@ def test_first_runs_of_one_task_are_together_too_and_the_rest_learns_from_them(
         from prefect_gpu.testing import allocate
 
         with allocate("1GiB"):
-            return meet(tmp_path, name, 3)
+            return bodies.meet(tmp_path, name, 3)
 
     def maps() -> list[bool]:
         unknown = mapped.with_options(tags=gpu())
@@ -92,32 +64,8 @@ def test_first_runs_of_one_task_are_together_too_and_the_rest_learns_from_them(
         return [*found, *(future.result() for future in futures[1:])]
 
     assert flow(task_runner=runner())(maps)() == [True] * 6
-    sources = [reports(future.task_run_id, 1)[0]["budget_source"] for future in futures]
+    sources = [api.reports(future.task_run_id, 1)[0]["budget_source"] for future in futures]
     assert sources == ["probe"] * 3 + ["learned"] * 3
-
-
-@task(tags=gpu(learn_by="name"))
-def grow(name: str, folder: str, sizes: list[str]) -> int:
-    """Take memory piece by piece, once another task holds its own; tell which process this is."""
-    from prefect_gpu import current_allocation
-    from prefect_gpu.testing import allocate
-
-    allocation = current_allocation()
-    assert allocation is not None
-    held = [allocate("256MiB")]
-    if allocation.exclusive:
-        held += [allocate(size) for size in sizes]
-        return allocation.attempt
-    meet(Path(folder), name, 2)
-    for size in sizes:
-        held.append(allocate(size))
-        time.sleep(0.1)
-    # As long as it takes to be seen: it is ended, or the other one has ended.
-    until_s = time.monotonic() + DEADLOCK_S
-    while not Path(folder, "over").exists() and time.monotonic() < until_s:
-        time.sleep(0.05)
-    assert held
-    return allocation.attempt
 
 
 def test_the_newest_is_ended_when_the_device_runs_short_and_runs_again_alone(
@@ -136,7 +84,7 @@ def test_the_newest_is_ended_when_the_device_runs_short_and_runs_again_alone(
         return [future.result() for future in futures]
 
     assert flow(task_runner=runner())(crowded)() == [1, 2]
-    first, second = reports(futures[1].task_run_id, 2)
+    first, second = api.reports(futures[1].task_run_id, 2)
     assert (first["outcome"], second["outcome"]) == ("cancelled", "completed")
     # No retry of Prefect's was used.
     run = api.task_run(futures[1].task_run_id)
@@ -155,11 +103,9 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_i
         from prefect_gpu.testing import allocate
 
         with allocate("1GiB"):
-            met = meet(tmp_path, "known", 2)
+            met = bodies.meet(tmp_path, "known", 2)
             # The probe has run out of memory of its own by now.
-            until_s = time.monotonic() + DEADLOCK_S
-            while not (tmp_path / "full").exists() and time.monotonic() < until_s:
-                time.sleep(0.02)
+            bodies.wait_for_file(tmp_path / "full")
             with allocate("4GiB"):
                 return met
 
@@ -173,7 +119,7 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_i
         held = []
         try:
             if not allocation.exclusive:
-                meet(tmp_path, "unknown", 2)
+                bodies.meet(tmp_path, "unknown", 2)
             held += [allocate("1GiB") for _ in range(12)]
         except SimulatedOutOfMemoryError:
             (tmp_path / "full").touch()
@@ -187,7 +133,7 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_i
         return futures[0].result(), futures[1].result()
 
     assert flow(task_runner=runner())(both)() == (True, 3)
-    first, second, third = reports(futures[1].task_run_id, 3)
+    first, second, third = api.reports(futures[1].task_run_id, 3)
     for each in (first, second):
         assert (each["outcome"], each["cause"]) == ("oom", "own_cap")
     assert int(first["cap_bytes"]) <= 10 * GIB
@@ -196,34 +142,21 @@ def test_a_budget_beside_a_probe_keeps_its_room_and_the_probe_has_all_it_needs_i
     assert (third["outcome"], third["cap_bytes"]) == ("completed", "none")
 
 
-@task
-def steps(name: str) -> None:
-    """Take the same in each step."""
-    from prefect_gpu import step
-    from prefect_gpu.testing import allocate
-
-    size = 256 * (1 + int(name.rpartition("-")[2]))
-    for _ in range(4):
-        with allocate(f"{size}MiB"):
-            # Long enough to be read on a busy machine.
-            time.sleep(0.2)
-        step()
-
-
 def test_what_is_learned_is_the_same_as_alone() -> None:
     budgets: dict[bool, list[int]] = {}
+    steps = task(bodies.steps)
     for exclusive in (False, True):
 
         def measure(exclusive: bool = exclusive) -> None:
             chosen = steps.with_options(tags=gpu(learn_by="name", exclusive=exclusive))
-            futures = [chosen.submit(f"{exclusive}-{n}") for n in range(4)]
+            futures = [chosen.submit(f"{exclusive}-{n}") for n in range(2)]
             for future in futures:
                 future.result()
-            again = [chosen.submit(f"{exclusive}-{n}") for n in range(4)]
+            again = [chosen.submit(f"{exclusive}-{n}") for n in range(2)]
             for future in again:
                 future.result()
-            found = [reports(future.task_run_id, 1)[0] for future in again]
-            assert [report["budget_source"] for report in found] == ["learned"] * 4
+            found = [api.reports(future.task_run_id, 1)[0] for future in again]
+            assert [report["budget_source"] for report in found] == ["learned"] * 2
             budgets[exclusive] = [int(report["budget_bytes"]) for report in found]
 
         flow(task_runner=runner())(measure)()

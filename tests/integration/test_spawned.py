@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests.integration.programs import ARRIVED, CALL, Workplace, workplace
+from tests.integration.programs import ARRIVED, CALL, Workplace
 from tests.integration.test_hosts_python import LOAD
 
 #: A flow that returns "all arrived" only if functions, classes and errors of its script reach each kind of process, and come back.
@@ -297,12 +294,6 @@ def host_flow():
     spread.submit().result()
     return "all arrived"
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 def test_processes_of_a_script_without_a_main_guard(place: Workplace) -> None:

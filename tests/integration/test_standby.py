@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes.standby_pool import standby_pool
-from tests.integration.programs import Workplace, lines_of, wait_for, workplace
+from tests.integration import bodies
+from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -37,17 +37,15 @@ def ready() -> tuple[int, ...]:
     return standby_pool().pids
 
 
-@task(tags=SMALL)
-def where() -> int:
-    return os.getpid()
+where = task(bodies.ids, tags=SMALL)
 
 
 def test_the_second_task_is_done_by_the_process_that_waited() -> None:
     @flow(task_runner=runner())
     def two() -> tuple[int, tuple[int, ...], int]:
-        first = where.submit().result()
+        first = where.submit().result()[0]
         waiting = ready()
-        return first, waiting, where.submit().result()
+        return first, waiting, where.submit().result()[0]
 
     first, waiting, second = two()
     assert first != second and waiting == (second,)
@@ -148,12 +146,8 @@ def test_a_flow_that_fails_leaves_none() -> None:
     assert standby_pool().pids == () and not any(map(is_alive, seen[0]))
 
 
-#: Ways to end a flow from outside; the two that its process sees differ in little.
-ENDS = [
-    signal.SIGKILL,
-    signal.SIGTERM,
-    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-]
+#: Signals that end a flow; `faults/test_processes` kills its process.
+ENDS = [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 
 _FLOW = """
 import os, sys, time
@@ -177,12 +171,6 @@ def waits():
 
 waits()
 """
-
-
-@pytest.fixture
-def place(tmp_path: Path, prefect_server: str) -> Iterator[Workplace]:
-    with workplace(tmp_path, prefect_server) as made:
-        yield made
 
 
 CPU_FRAMEWORKS = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.concurrency import services
 
 from prefect_gpu import GPUTaskRunner, gpu
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -19,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("prefect_server")
 RUNNER = GPUTaskRunner(devices=api.TWO, reports=False)
 
 
-@task(tags={*gpu(memory="64MiB"), "one-at-a-time"})
-def spend(_: int) -> tuple[float, float]:
-    began = time.time()
-    time.sleep(0.2)
-    return began, time.time()
+spend = task(bodies.spend, tags={*gpu(memory="64MiB"), "one-at-a-time"})
 
 
 @pytest.fixture

@@ -9,30 +9,14 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 pytest.importorskip("torch", reason="torch is not installed")
 
 
-@task(tags=gpu(memory="1GiB", framework="torch", oom="fail"))
-def run_out(page: str = "page of device {}") -> None:
-    """Fail as PyTorch does, with a CUDA that says what it is told."""
-    import torch
-
-    def summary(index: int) -> str:
-        if not page:
-            raise RuntimeError("the context is lost")
-        return page.format(index)
-
-    cuda: Any = torch.cuda
-    cuda.is_initialized = lambda: True
-    cuda.device_count = lambda: 2
-    cuda.memory_stats = lambda index: {}
-    cuda.get_allocator_backend = lambda: "native"
-    cuda.memory_summary = summary
-    cuda.memory._dump_snapshot = lambda path: Path(path).write_bytes(b"a snapshot")
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+run_out = task(bodies.run_out_in_torch, tags=gpu(memory="1GiB", framework="torch", oom="fail"))
 
 
 def report_of(folder: Path | None, *args: str) -> tuple[Any, str]:

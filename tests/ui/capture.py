@@ -11,11 +11,12 @@ The third form shows what `tests.gpu.check_reports` printed on another machine, 
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, Literal
 from uuid import UUID
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 UI = Literal["v1", "v2"]
 
@@ -59,18 +60,32 @@ class Seen:
 
 
 @contextmanager
+def browser(width: int = 1280) -> Iterator[Callable[[bool], Page]]:
+    """Open Chromium; yield a function that opens a page, dark or not."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+        @functools.cache
+        def context(dark: bool) -> BrowserContext:
+            scheme: Literal["dark", "light"] = "dark" if dark else "light"
+            made = chromium.new_context(
+                viewport={"width": width, "height": 1000}, color_scheme=scheme
+            )
+            # The older UI is dark until a person chooses.
+            made.add_init_script(f"localStorage.setItem('color-scheme', '\"{scheme}\"')")
+            return made
+
+        try:
+            yield lambda dark: context(dark).new_page()
+        finally:
+            chromium.close()
+
+
+@contextmanager
 def browser_page(width: int = 1280, *, dark: bool = False) -> Iterator[Page]:
     """Open Chromium with one page."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        scheme: Literal["dark", "light"] = "dark" if dark else "light"
-        try:
-            page = browser.new_page(viewport={"width": width, "height": 1000}, color_scheme=scheme)
-            # The older UI is dark until a person chooses.
-            page.add_init_script(f"localStorage.setItem('color-scheme', '\"{scheme}\"')")
-            yield page
-        finally:
-            browser.close()
+    with browser(width) as open_tab:
+        yield open_tab(dark)
 
 
 def artifact_id(api_url: str, key: str) -> UUID:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -24,13 +24,14 @@ pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("PIL.Image", reason="pillow is not installed")
 
 from PIL import Image
+from playwright.sync_api import Page
 
 from tests.ui.capture import (
     CHROMIUM,
     PATIENCE_MS,
     UI,
     artifact_id,
-    browser_page,
+    browser,
     open_artifact,
     open_page,
     save,
@@ -67,77 +68,90 @@ def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def open_tab(api_url: str) -> Iterator[Callable[[bool], Page]]:
+    """Opens a page, dark or not, in the browser of all tests."""
+    with browser() as opened:
+        yield opened
+
+
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    """Where screenshots go: a temporary folder, or the one named in the environment."""
-    return Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", tmp_path))
+def page(open_tab: Callable[[bool], Page], request: pytest.FixtureRequest) -> Iterator[Page]:
+    """A page, dark if the test says so."""
+    opened = open_tab(request.node.callspec.params.get("dark", False))
+    yield opened
+    opened.close()
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
+def keep(page: Page, name: str) -> None:
+    """Save a screenshot in the folder that the environment names."""
+    if folder := os.environ.get("PREFECT_GPU_TEST_PICTURES"):
+        save(page, Path(folder, name))
+
+
+UIS = pytest.mark.parametrize("ui", ["v2", "v1"])
+#: Each UI, and each colour scheme, once.
+SCHEMES = pytest.mark.parametrize(("ui", "dark"), [("v2", False), ("v1", True)])
+
+
+@UIS
 def test_a_browser_shows_the_numbers_and_the_chart_of_a_task_report(
-    api_url: str, pictures: Path, ui: UI
+    api_url: str, page: Page, ui: UI
 ) -> None:
-    with browser_page() as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
-        save(page, pictures / f"task-report-{ui}.png")
+    seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
+    keep(page, f"task-report-{ui}.png")
     assert seen.image_widths == [720]
     assert "it needed 5.5GiB of its 6GiB budget (92%)" in seen.text
     assert "Peak held by the framework" in seen.text
     assert "load weights" in seen.text
     assert "&amp;" not in seen.text and "\\_" not in seen.text
+    numbers = unfold(page, "Raw numbers", "Raw numbers, in bytes and seconds")
+    assert f"budget_bytes: {6 * GIB}" in numbers
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
-def test_a_click_unfolds_the_memory_summary_of_pytorch(api_url: str, ui: UI) -> None:
-    with browser_page() as page:
-        open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-ran-out"), ui)
-        shown = page.locator("details", has_text="PyTorch's memory summary").locator("pre")
-        assert not shown.is_visible()
-        page.get_by_text("PyTorch's memory summary when memory ran out").click()
-        assert shown.is_visible()
-        assert shown.inner_text().splitlines() == PAGE.splitlines()
+def unfold(page: Page, name: str, title: str) -> list[str]:
+    """Click on a title; return the lines that this shows."""
+    shown = page.locator("details", has_text=name).locator("pre")
+    assert not shown.is_visible()
+    page.get_by_text(title).click()
+    assert shown.is_visible()
+    return shown.inner_text().splitlines()
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
+@UIS
+def test_a_click_unfolds_the_memory_summary_of_pytorch(api_url: str, page: Page, ui: UI) -> None:
+    open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-ran-out"), ui)
+    title = "PyTorch's memory summary when memory ran out"
+    assert unfold(page, "PyTorch's memory summary", title) == PAGE.splitlines()
+
+
+@UIS
 def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
-    api_url: str, pictures: Path, ui: UI
+    api_url: str, page: Page, ui: UI
 ) -> None:
-    with browser_page() as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
-        save(page, pictures / f"flow-report-{ui}.png")
+    seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
+    keep(page, f"flow-report-{ui}.png")
     assert seen.image_widths == [720]
     assert "17 task runs: 16 completed, 1 failed; 19 attempts" in seen.text
     assert "gpu:memory=16GiB" in seen.text
     assert "evaluate-vit-b16-int8" in seen.text
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
-def test_a_click_unfolds_the_raw_numbers(api_url: str, ui: UI) -> None:
-    with browser_page() as page:
-        open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
-        shown = page.locator("details", has_text="Raw numbers").locator("pre")
-        assert not shown.is_visible()
-        page.get_by_text("Raw numbers, in bytes and seconds").click()
-        assert shown.is_visible()
-        assert f"budget_bytes: {6 * GIB}" in shown.inner_text().splitlines()
-
-
-@pytest.mark.parametrize("ui", ["v2", "v1"])
-def test_a_browser_shows_the_progress_of_a_flow(api_url: str, ui: UI) -> None:
+@UIS
+def test_a_browser_shows_the_progress_of_a_flow(api_url: str, page: Page, ui: UI) -> None:
     path = f"artifacts/artifact/{artifact_id(api_url, 'gpu-progress-nightly')}"
-    with browser_page() as page:
-        open_page(page, api_url, path, "20 of 40 ended, 4 running, 16 waiting for a device", ui)
-        page.get_by_text("50%").first.wait_for(state="visible", timeout=PATIENCE_MS)
+    open_page(page, api_url, path, "20 of 40 ended, 4 running, 16 waiting for a device", ui)
+    page.get_by_text("50%").first.wait_for(state="visible", timeout=PATIENCE_MS)
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
-@pytest.mark.parametrize("key", ["gpu-memory-evaluate", "gpu-flow-nightly"])
-def test_a_chart_is_there_on_a_dark_page(api_url: str, pictures: Path, key: str, ui: UI) -> None:
-    name = "task-report" if key == "gpu-memory-evaluate" else "flow-report"
-    out = pictures / f"{name}-{ui}-dark.png"
-    with browser_page(dark=True) as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, key), ui)
-        save(page, out)
+@pytest.mark.parametrize("dark", [True])
+@pytest.mark.parametrize(("name", "ui"), [("memory-evaluate", "v1"), ("flow-nightly", "v2")])
+def test_a_chart_is_there_on_a_dark_page(
+    api_url: str, page: Page, tmp_path: Path, name: str, ui: UI, dark: bool
+) -> None:
+    out = Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", tmp_path), f"{name}-{ui}-dark.png")
+    seen = open_artifact(page, api_url, artifact_id(api_url, f"gpu-{name}"), ui)
+    save(page, out)
     assert seen.image_widths == [720]
     with Image.open(out) as picture:
         width, height = picture.size
@@ -192,48 +206,43 @@ def two_models(api_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     running.end()
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("ui", ["v2", "v1"])
+@SCHEMES
 def test_a_browser_shows_why_a_task_waits(
-    api_url: str, two_models: TwoModels, pictures: Path, ui: UI, dark: bool
+    api_url: str, two_models: TwoModels, page: Page, ui: UI, dark: bool
 ) -> None:
     path = f"runs/task-run/{two_models.waiting}"
-    with browser_page(dark=dark) as page:
-        text = open_page(page, api_url, path, "Waiting for 8GiB on device 0", ui)
-        save(page, pictures / f"waiting-{ui}{'-dark' * dark}.png")
+    text = open_page(page, api_url, path, "Waiting for 8GiB on device 0", ui)
+    keep(page, f"waiting-{ui}{'-dark' * dark}.png")
     assert two_models.process.poll() is None, "it waits still"
     assert "AwaitingGPU" in text
     assert "deep" in text
 
 
-@pytest.mark.parametrize("ui", ["v2", "v1"])
+@UIS
 def test_a_browser_shows_a_leaderboard(
-    api_url: str, two_models: TwoModels, pictures: Path, ui: UI
+    api_url: str, two_models: TwoModels, page: Page, ui: UI
 ) -> None:
     two_models.finish()
-    with browser_page() as page:
-        seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-leaderboard-two-models"), ui)
-        save(page, pictures / f"leaderboard-{ui}.png")
+    seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-leaderboard-two-models"), ui)
+    keep(page, f"leaderboard-{ui}.png")
     assert seen.image_widths == [720]
     assert "Best: deep, accuracy 0.97, with 6GiB" in seen.text
     assert seen.text.index("0.97") < seen.text.index("0.91")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("ui", ["v2", "v1"])
+@SCHEMES
 def test_the_cards_of_a_flow_run_begin_with_what_they_are_of(
-    api_url: str, two_models: TwoModels, pictures: Path, ui: UI, dark: bool
+    api_url: str, two_models: TwoModels, page: Page, ui: UI, dark: bool
 ) -> None:
     two_models.finish()
     path = f"runs/flow-run/{two_models.flow_run}"
-    with browser_page(dark=dark) as page:
-        open_page(page, api_url, path, "Artifacts", ui)
-        page.get_by_text("Artifacts", exact=True).last.click()
-        for words in (
-            "Flow report · 2 task runs",
-            "Leaderboard · ordered",
-            "wide · att",
-            "deep · att",
-        ):
-            page.get_by_text(words).first.wait_for(state="visible", timeout=PATIENCE_MS)
-        save(page, pictures / f"artifacts-{ui}{'-dark' * dark}.png")
+    open_page(page, api_url, path, "Artifacts", ui)
+    page.get_by_text("Artifacts", exact=True).last.click()
+    for words in (
+        "Flow report · 2 task runs",
+        "Leaderboard · ordered",
+        "wide · att",
+        "deep · att",
+    ):
+        page.get_by_text(words).first.wait_for(state="visible", timeout=PATIENCE_MS)
+    keep(page, f"artifacts-{ui}{'-dark' * dark}.png")

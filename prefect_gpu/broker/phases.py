@@ -31,7 +31,7 @@ a ticket alone: the entry stays as it is until it is removed.
 Threads and processes race, so some triggers come late. They have rows that keep the phase: a second end, steps of a
 suspension whose process has ended, a report that the memory is on the host after the devices were released.
 
-Not here: the order of tasks whose inputs are computed (`runner.submit_order`), and phases of a process
+Not here: the order of tasks whose inputs are computed (`runner.engine_threads`), and phases of a process
 (`runner.process_run`).
 """
 

@@ -198,7 +198,7 @@ class MachineState:
             self.most_processes[request.origin] = entry.max_processes
 
     def take_status(self, entry: Entry) -> None:
-        """Note how often a request was passed, and its kept devices."""
+        """Copy a waiting request's status from its entry: how many later requests overtook it, and the devices reserved for it."""
         if entry.status != BlockedStatus():
             self.queue.statuses[entry.request.id] = entry.status
 

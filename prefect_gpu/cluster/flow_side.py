@@ -73,7 +73,7 @@ class Node:
     standbys: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, reading: Reading) -> None:
-        """Keep a new reading, with the last snapshots of devices whose figures are unchanged."""
+        """Replace the node's reading. A device with unchanged figures keeps its last snapshot, and thereby its time."""
         last = {snapshot.device.uuid: snapshot for snapshot in self.reading.snapshots}
         kept = []
         for new in reading.snapshots:

@@ -234,7 +234,7 @@ class Standby:
             self.import_place.release()
 
     def leave(self) -> None:
-        """Release the holds: the standby has a task, or has ended."""
+        """Release the standby's places in the machine's limit of standbys: it has a task, or has ended."""
         for place in (self.place, self.import_place):
             if place is not None:
                 place.release()

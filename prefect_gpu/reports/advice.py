@@ -400,7 +400,7 @@ def _peak_on_a_device(report: TaskReport) -> int:
 
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
-    """Return whether a process's budget is near enough to a size, or its smaller tag is enough."""
+    """Return whether a process's budget needs no advice: it is near the advised size, or it is a smaller tag that sufficed."""
     if report.budget_source == "probe" or report.cause == "own_cap":
         return False
     if abs(report.budget_bytes - size_bytes) <= NEAR_FRACTION * size_bytes:

@@ -254,7 +254,7 @@ class Machine:
             self._do(events.Release(ticket.request.id, ticket, ticket.missing_bytes))
 
     def _make_probes_leave(self) -> None:
-        """End or suspend own probes that must leave their devices by the last reading."""
+        """End or suspend own first runs on devices that run short of memory, according to the last reading."""
         known = self.known
         fixed = {i for i, ticket in known.placed.items() if not ticket.may_leave}
         asked = False

@@ -348,7 +348,7 @@ class ClusterStore:
         return rows
 
     def beat(self) -> None:
-        """Do nothing: other flows notice the agents."""
+        """Do nothing: on a cluster other flows see by its agents (Ray actors) whether a flow lives."""
 
     def changed(self) -> bool:
         """See `Store.changed`."""

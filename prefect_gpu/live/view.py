@@ -141,7 +141,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
-    """Open the lines on the terminal of `stderr`, with `stdout` if that is the same; `None`: do not draw there."""
+    """Open the live lines below the output on the terminal of `stderr` (and of `stdout`, if it is the same terminal); `None`: not drawn."""
     if os.environ.get("TERM", "") in ("", "dumb", "unknown") or other_display():
         return None
     if not (_is_plain(stderr) and in_foreground(stderr) and _has_size(stderr)):

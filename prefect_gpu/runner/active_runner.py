@@ -330,7 +330,7 @@ class ActiveRunner:
             self._called = True
 
     def pause(self, seconds: float) -> None:
-        """Wait, for a task run without a process.
+        """Sleep between two tries of a task run that has no process now; the end of the runner interrupts it.
 
         Raises:
             CancelledByRunner: The runner is ending.

@@ -116,7 +116,7 @@ def offered_bytes(request: Request, state: DeviceState, least_alone_bytes: int) 
 
 
 def probe_of(request: Request, state: DeviceState, cap_bytes: int, now_s: float) -> Probe:
-    """Return the probe of a reservation with the cap `cap_bytes`, from `offered_bytes`."""
+    """Return the `Probe` (first run) that starts now under a framework cap of `cap_bytes`, the result of `offered_bytes`."""
     # A framework that takes its whole cap at its start counts at the cap from the beginning.
     at_once = request.probe_fraction < 1.0
     return Probe(now_s, cap_bytes if at_once else min(cap_bytes, allowance_bytes(state)))

@@ -254,7 +254,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
 
 
 def travels_by_value_of_module(name: str) -> bool:
-    """Return whether the top module of a module is private."""
+    """Return whether functions of a module travel by value, since a fresh interpreter cannot import its top package."""
     return not is_importable(name.partition(".")[0])
 
 

@@ -295,8 +295,10 @@ class NamedObjects:
 
 @functools.lru_cache(maxsize=1)
 def _named_by_libraries(modules: int) -> dict[int, Name]:
-    """Return the names of objects of `_OF_LIBRARIES` in all modules, by id: 0.05 s for two thousand modules."""
-    # `modules`, their number, is the key of the cache: with another number the names are found again.
+    """Return where the objects of the types `_OF_LIBRARIES` stand, by id; `modules`, the number of loaded modules, is the cache key.
+
+    Takes 0.05 s for two thousand modules.
+    """
     return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
 
 

@@ -1,4 +1,4 @@
-# `make demo` runs the example, `make test` the checks of every day, at most 12 minutes on two cores, and
+# `make demo` runs the example, `make test` the checks of every day, ten minutes on two cores, and
 # `make check` all of them. Nothing is written outside this folder, but for pip's own cache.
 
 SHELL := /bin/bash

@@ -49,5 +49,5 @@ def test_a_flow_goes_on_without_the_folder_of_its_ledger_and_of_its_simulated_de
     assert "ENDS [0, 1, 2]" in out, f"{out}\n{errors}"
     assert process.returncode == 0
     assert errors.count("GPU tasks of other processes are not seen from now on") == 1, errors
-    assert errors.count("what other flows hold of simulated devices @lost is not seen") == 1, errors
+    assert errors.count("memory of other flows on simulated devices @lost is not seen") == 1, errors
     assert "Traceback" not in errors

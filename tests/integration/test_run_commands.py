@@ -23,6 +23,7 @@ from prefect_gpu.units import GIB, parse_bytes
 from tests.fakes.reports import task_report
 from tests.integration import bodies
 from tests.integration.programs import workplace
+from tests.ui.server import running_server
 
 Capture = pytest.CaptureFixture[str]
 
@@ -276,10 +277,12 @@ def test_a_reset_makes_the_next_run_learn_anew(
 
 
 def test_all_histories_are_deleted_only_if_a_person_agrees(
-    run: Run, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert "name the tasks" in refused(capsys, "history", "reset")
-    assert "name the tasks" in refused(capsys, "history", "reset", f"train-{MARK}", "--all")
+    @flow(task_runner=GPUTaskRunner(devices="simulated:1x16GiB"))
+    def one() -> None:
+        train.submit(0).result()
+
     asked: list[str] = []
 
     def answer(question: str) -> str:
@@ -287,9 +290,15 @@ def test_all_histories_are_deleted_only_if_a_person_agrees(
         return "n"
 
     monkeypatch.setattr("builtins.input", answer)
-    assert "nothing was deleted" in refused(capsys, "history", "reset", "--all")
-    assert re.match(r"Delete \d+ histor.* of \d+ task.* at http", asked[0])
-    assert found(capsys, "history", "list", run.name)
-    assert "deleted" in printed(capsys, "history", "reset", "--all", "--yes")
-    assert len(asked) == 1
-    assert printed(capsys, "history", "list") == "no histories\n"
+    # Tests beside this one learn from the histories of the server that they share.
+    with running_server(tmp_path) as url, temporary_settings({PREFECT_API_URL: url}):
+        one()
+        capsys.readouterr()
+        assert "name the tasks" in refused(capsys, "history", "reset")
+        assert "name the tasks" in refused(capsys, "history", "reset", f"train-{MARK}", "--all")
+        assert "nothing was deleted" in refused(capsys, "history", "reset", "--all")
+        assert re.match(r"Delete \d+ histor.* of \d+ task.* at http", asked[0])
+        assert f"train-{MARK}" in printed(capsys, "history", "list")
+        assert "deleted" in printed(capsys, "history", "reset", "--all", "--yes")
+        assert len(asked) == 1
+        assert printed(capsys, "history", "list") == "no histories\n"

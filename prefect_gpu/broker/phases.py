@@ -108,6 +108,8 @@ TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
         Trigger.ENDED: Phase.GONE,
     },
     Phase.RUNNING: {
+        # A standby has ended before the body began: a fresh process replaces it.
+        Trigger.STARTED: Phase.RUNNING,
         Trigger.NOT_MOVED: Phase.RUNNING,
         Trigger.MOVING_OUT: Phase.LEAVING,
         Trigger.ENDED: Phase.ENDING,

@@ -381,3 +381,12 @@ def test_nothing_is_kept_of_requests_that_are_gone(rig: Rig) -> None:
     assert not known.queue and not known.waiting and not known.placed and not known.entries
     assert not known.recovery.ending
     assert not rig.reservations() and not rig.ledger.view().processes
+
+
+def test_a_process_that_replaces_a_standby_is_the_one_in_the_ledger(rig: Rig) -> None:
+    ticket = rig.place("a", 20)
+    for _ in range(2):
+        pid = rig.start(ticket, gib=1)
+        rig.broker.look()
+    entry = rig.ledger.entry(ticket.request.id)
+    assert entry is not None and entry.pid == pid == ticket.pid

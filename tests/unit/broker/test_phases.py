@@ -12,7 +12,7 @@ TABLE = """
 PLACED       PLACED  !       !       !       !         AWAY     !         !      !
 REJECTED     GONE    !       !       !       !         .        !         !      !
 WITHDRAWN    GONE    GONE    !       !       !         !        !         .      .
-STARTED      !       RUNNING !       !       !         !        !         .      .
+STARTED      !       RUNNING .       !       !         !        !         .      .
 ENDED        .       GONE    ENDING  ENDING  ENDING    ENDING   ENDING    .      .
 RECOVERED    !       !       !       !       !         !        !         GONE   !
 NOT_MOVED    !       !       .       RUNNING !         !        !         .      .

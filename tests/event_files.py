@@ -13,6 +13,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,9 +164,13 @@ def set_facts(tickets: dict[str, Ticket], facts: dict[str, Facts]) -> None:
 
 
 def differences(number: int, record: Record, found: Sequence[str]) -> list[str]:
-    """Return as text how the commands of a replay differ from those of a record."""
+    """Return as text how the commands of a replay differ from those of a record, from the first different character."""
     name = f"event {number}, {type(record.event).__name__}"
+    recorded = [each for each in record.commands if each not in found]
+    replayed = [each for each in found if each not in record.commands]
+    at = len(commonprefix([*recorded[:1], *replayed[:1]])) if recorded and replayed else 0
+    start = max(0, at - 100)
     return [
-        *(f"{name}: only recorded: {each}" for each in record.commands if each not in found),
-        *(f"{name}: only replayed: {each}" for each in found if each not in record.commands),
+        *(f"{name}: only recorded, from character {start}: {each[start:]}" for each in recorded),
+        *(f"{name}: only replayed, from character {start}: {each[start:]}" for each in replayed),
     ] or [f"{name}: the commands are in another order"]

@@ -16,7 +16,7 @@ from collections.abc import (
     Set,
 )
 from itertools import compress
-from operator import is_not
+from operator import ne
 from typing import NamedTuple
 
 from prefect_gpu.broker.ledger import Entry, LedgerView
@@ -281,7 +281,7 @@ class DeviceView:
             self._computed_for = [None] * len(self._keys)
         computed_for = list(self._computed_for)
         for at, snapshot in enumerate(reading.snapshots):
-            if before and snapshot is before[at]:
+            if before and snapshot == before[at]:
                 continue
             computed_for[at] = None
             self._states[at] = DeviceState(snapshot, 0, 0, 0)
@@ -351,7 +351,7 @@ class DeviceView:
             return []
         held = [view.by_device.get(key, ()) for key in self._keys]
         ended = {ticket.request.id: ticket for ticket in ending}
-        for at in compress(range(len(held)), map(is_not, held, self._computed_for)):
+        for at in compress(range(len(held)), map(ne, held, self._computed_for)):
             key, snapshot = self._keys[at], reading.snapshots[at]
             known = {r.request_id for r in held[at]}
             parents = [r for r in self._around if r.device_key == key and r.request_id not in known]

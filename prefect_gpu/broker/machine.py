@@ -274,7 +274,7 @@ class Machine:
         known = self.known
         for device in known.devices:
             held = known.ledger.by_device.get(device.key, ())
-            if held is self._noted.get(device.key, ()):
+            if held == self._noted.get(device.key, ()):
                 continue
             self._noted[device.key] = held
             for at, ticket in enumerate([known.placed.get(r.request_id) for r in held]):

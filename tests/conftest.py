@@ -40,9 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a temporary Prefect API, one for all workers, set for everything in this process.
+def prefect_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The URL of a temporary Prefect API, set for everything in this process.
 
+    It is one for all workers, except for slow tests, of which one can keep a server busy.
     Takes about 10 s to start on an idle machine. It sets the API URL, which hides what a user
     without a server sees: the ephemeral server has tests of its own. Task-run states reach the API
     seconds late: poll.
@@ -69,7 +72,8 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL: 1.0,
         }
         base = tmp_path_factory.getbasetemp()
-        folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+        shared = not request.config.option.markexpr.startswith("slow")
+        folder = base.parent if shared and "PYTEST_XDIST_WORKER" in os.environ else base
         with temporary_settings(quick), _one_server(folder) as url:
             yield url
 

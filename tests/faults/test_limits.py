@@ -152,7 +152,9 @@ def test_a_flow_of_forks_ends_whatever_the_limit_of_processes(place: Workplace, 
     ends = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert len(ends) == 3, done.stderr
     refused = [end for end in ends if end != "FOUND Completed"]
-    assert all(f"(ulimit -u) is {limit}" in end for end in refused), ends
+    # A thread that Prefect itself cannot start, for a concurrency slot, is named by Python alone.
+    causes = (f"(ulimit -u) is {limit}", 'RuntimeError("can\'t start new thread")')
+    assert all(any(cause in end for cause in causes) for end in refused), ends
     assert refused or limit > 12, "there is no room for its threads"
     assert not place.processes()
 

@@ -56,7 +56,7 @@ RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))
 HEAD_S = RAY_ENDS_S / 2
 
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
-DISCONNECT_S = 5.0
+DISCONNECT_S = 10.0
 
 #: Seconds after which a waiting request needs other nodes, and limit of a call of Ray's autoscaler.
 WAITED_S = 5.0

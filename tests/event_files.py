@@ -13,7 +13,6 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,8 +167,8 @@ def differences(number: int, record: Record, found: Sequence[str]) -> list[str]:
     name = f"event {number}, {type(record.event).__name__}"
     recorded = [each for each in record.commands if each not in found]
     replayed = [each for each in found if each not in record.commands]
-    at = len(commonprefix([*recorded[:1], *replayed[:1]])) if recorded and replayed else 0
-    start = max(0, at - 100)
+    pairs = enumerate(zip("".join(recorded[:1]), "".join(replayed[:1]), strict=False))
+    start = max(0, next((at for at, (one, other) in pairs if one != other), 0) - 100)
     return [
         *(f"{name}: only recorded, from character {start}: {each[start:]}" for each in recorded),
         *(f"{name}: only replayed, from character {start}: {each[start:]}" for each in replayed),

@@ -327,7 +327,10 @@ def test_a_retry_begins_at_the_rung_that_was_reached() -> None:
     assert scene.budgets == [6 * GIB, 9 * GIB]
 
 
-def test_processes_before_the_last_are_waited_for_and_cancelled_too() -> None:
+def test_processes_before_the_last_are_waited_for_and_cancelled_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(submission, "ENDING_S", 0.01)
     scene = Scene(own_cap(), "done", late=True)
     scene.call.run()
     scene.attempts[1].hand_on()

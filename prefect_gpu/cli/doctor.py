@@ -54,7 +54,7 @@ PROGRAMS: Mapping[str, str] = {
     "torch": """
 import torch
 built = torch.version.cuda or torch.version.hip or ""
-found = torch.__version__, built, torch.cuda.devicecounted() if torch.cuda.is_available() else 0
+found = torch.__version__, built, torch.cuda.device_count() if torch.cuda.is_available() else 0
 """,
     "tensorflow": """
 import tensorflow as tf

@@ -79,6 +79,14 @@ def test_a_framework_says_what_it_was_built_for() -> None:
     assert found.version and found.devices is not None
 
 
+def test_pytorch_is_asked_for_its_gpus_where_it_has_some(monkeypatch: Patch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    answer: dict[str, Any] = {}
+    exec(doctor.PROGRAMS["torch"], answer)
+    assert answer["found"][2] == torch.cuda.device_count()
+
+
 def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: Patch) -> None:
     programs = {
         "a": "import no_such_module",

@@ -1,4 +1,4 @@
-"""The one shell around `scheduling`: its thread, its queue of requests and its view of the devices.
+"""The broker of a machine's devices: its thread, the queue of requests, the shared ledger and the view of the devices.
 
-It carries out the decisions of `scheduling` and makes none itself. `runner` imports it.
+The rules of placement are in `scheduling`; this folder applies and carries them out. `runner`, `cluster` and `cli` use it.
 """

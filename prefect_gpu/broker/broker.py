@@ -1,8 +1,8 @@
-"""The driver of a `machine`: one thread that feeds it device readings and ledger rows, and carries out its commands.
+"""The driver of a `Machine`: one thread that feeds it device readings and ledger rows, and carries out its commands.
 
-It decides nothing. Requests, ends of processes and progress of suspensions come from other threads as events; the machine's
-state answers questions. `prefect_gpu.processes` starts processes and talks to them. One `Broker` serves all runners of
-a Python process that have the same device specification.
+`machine` makes all decisions. Other threads send requests, ends of processes and steps of suspensions as events;
+questions are answered from the machine's state. `prefect_gpu.processes` starts processes and talks to them. One `Broker`
+serves all runners of a Python process that have the same device specification.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Bytes kept free on a device for memory that is not counted, by kind. On the host other programs grow at any time. A
-#: simulated device has the same as a real one, so that both hold the same tasks.
+#: Bytes kept free on a device for uncounted memory, by kind of device. Programs on the host may grow at any time. A
+#: simulated device has the headroom of a real one, so that both hold the same tasks.
 HEADROOM_BYTES: dict[DeviceKind, int] = {
     "nvml": 256 * MIB,
     "host": GIB // 2,
@@ -63,13 +63,13 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 #: Seconds between two reads of the ledger while a request waits.
 POLL_S = 0.05
 
-#: On a cluster the broker's thread rests after each round, for its computing time times this factor, and for this many
-#: seconds at most. So it takes a fifth of a core at most until a round takes 1/16 s, at about 1,000 nodes; beyond, it
-#: makes fewer than four rounds a second. On ten nodes a round takes about 1 ms. On one machine there is no rest.
+#: On a cluster the broker's thread sleeps after each round: `REST_FACTOR` times the round's CPU time, `MOST_REST_S` seconds
+#: at most. So it uses at most a fifth of a core up to rounds of 1/16 s, at about 1,000 nodes; with longer rounds it makes
+#: fewer than four a second. With ten nodes a round takes about 1 ms. On one machine the thread does not sleep.
 REST_FACTOR = 4.0
 MOST_REST_S = 0.25
 
-#: Makes request ids unique on the machine: processes of two containers may have the same process id.
+#: Part of all request ids, to make them unique on the machine: processes in two containers may have the same process id.
 _PROCESS = uuid.uuid4().hex[:8]
 
 _ids = itertools.count()
@@ -77,30 +77,30 @@ _last_sequence = 0
 
 
 def next_sequence() -> int:
-    """Return the next number in the order of arrival, for all brokers of the machine."""
+    """Return a number that orders a new request after all earlier ones on the machine (monotonic nanoseconds)."""
     global _last_sequence
     _last_sequence = max(_last_sequence + 1, time.monotonic_ns())
     return _last_sequence
 
 
 class Broker:
-    """Gives devices to requests. Its thread starts with the first request and sleeps while idle.
+    """Assigns devices to requests, on one thread that starts with the first request and sleeps while idle.
 
     Args:
-        ledger: Holds the reservations and the waiting requests of all brokers that share devices.
+        ledger: Reservations and waiting requests of all brokers that share devices.
         style: How to choose among devices that fit.
-        max_processes: Most children at a time; `None`: four for each core, at least eight.
+        max_processes: Most task processes at a time; `None`: four for each core, at least eight.
         max_tasks_per_device: Most tasks on a device at a time; `None`: as many as fit.
-        headroom_bytes: Kept free on each device; `None`: by kind of device.
-        around: Reservations of the GPU task around this process, for a ledger that does not know it.
-        ancestors: Requests of the GPU tasks around this process, by id, the outermost first.
-        waits_since: Returns the monotonic seconds since when the innermost of them waits for tasks that it submitted;
-            `None`: it does not wait.
-        read_host_available: Returns the bytes of the machine's memory that new processes could use.
-        patience: How far a blocked task may be passed by later ones.
-        preempts: Whether other tasks are suspended or moved for its requests.
-        stepped: For simulated time: it starts no thread, works in `look`, and raises errors.
-        record: Returns a function around the machine's `handle`, which sees each event and its commands.
+        headroom_bytes: Kept free on each device; `None`: `HEADROOM_BYTES` of its kind.
+        around: Reservations of the GPU task that this process runs inside, for a ledger that does not list them.
+        ancestors: Request ids of the GPU tasks that this process runs inside, the outermost first.
+        waits_since: Returns the monotonic seconds since when the innermost of these tasks has waited for tasks that it
+            submitted; `None`: it does not wait.
+        read_host_available: Returns the bytes of host memory that new processes could use.
+        patience: How often, and for how long, later requests may be placed before a blocked one.
+        preempts: Whether tasks are suspended or moved for requests of this broker.
+        stepped: For simulated time: the broker starts no thread, does all work in `look`, and raises errors.
+        record: Returns a wrapper of the machine's `handle` that sees each event and its commands.
     """
 
     def __init__(
@@ -127,23 +127,20 @@ class Broker:
             raise DeviceError("there is no device to run GPU tasks on")
         self.kind: DeviceKind = reader.kind
         self._ledger = ledger
-        #: Most processes at a time.
         self.max_processes = max_processes or max(8, 4 * (os.cpu_count() or 1))
         self._waits_since = waits_since
         self._clock = clock or RealClock()
         self._stepped = stepped
-        #: Guards the inbox. Nothing is done while it is held.
+        #: Guards the inbox. No event is handled while this lock is held.
         self._arrived = threading.Condition()
         self._inbox: deque[events.Event] = deque()
-        #: Guards the machine while it handles an event or answers a question; never held while the ledger or the
-        #: devices are read, or a foreign function is called.
+        #: Guards the machine's state. Never held while the ledger or the devices are read, or a callback runs.
         self._known = threading.Condition()
         self._thread: threading.Thread | None = None
-        #: Called with every reading.
         self._watchers: list[Callable[[Reading], None]] = []
-        #: Functions of runners, called with each device that is set aside, and the reason, on the broker's thread.
+        #: Functions of runners, called on the broker's thread with each device that has failed, and the error.
         self.fault_watchers: set[Callable[[Device, str], None]] = set()
-        #: Monotonic seconds until which the thread rests.
+        #: Monotonic seconds until which the thread sleeps; see `REST_FACTOR`.
         self._rests_until_s = float("-inf")
         self._sampler = Sampler(
             reader,
@@ -174,34 +171,34 @@ class Broker:
 
     @property
     def processes(self) -> int:
-        """Number of task processes that hold a device now, in all flows of the machine."""
+        """Number of requests that hold devices now, in all flows of the machine."""
         return self._ledger.view().tasks
 
     @property
     def host_promised_bytes(self) -> int:
-        """Bytes of the machine's memory reserved for processes that have not taken them yet, in all flows."""
+        """Bytes of host memory reserved for task bodies that have not begun, in all flows of the machine."""
         return self._ledger.view().host_promised_bytes
 
     @property
     def problem(self) -> str:
-        """Why the ledger is not shared with other flows of the machine; empty: it is."""
+        """Reason why the ledger is not shared with other flows of the machine; empty: the ledger is shared."""
         return self._ledger.problem
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices of the last good reading, on which tasks may be placed."""
+        """Devices in the last good reading, on which tasks may be placed."""
         return self._machine.known.devices
 
     @property
     def wants_host_memory(self) -> bool:
-        """Whether a request waits for the machine's own memory, which standbys may hold."""
+        """Whether a request waits for host memory, which idle standby processes may hold."""
         with self._known:
             known = self._machine.known
             reading = known.view.reading
             if reading is None or not known.waiting:
                 return False
             if self.kind == "host":
-                # There every request does; while others run, it may only wait for their end.
+                # Every request for the host device needs host memory. While tasks run there, their end may be enough.
                 return not known.ledger.tasks
             host = known.host_state(reading)
             nodes = [host] if isinstance(host, HostState) else host.nodes.values()
@@ -209,10 +206,7 @@ class Broker:
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
     def submit(self, request: Request) -> Ticket:
-        """Ask for devices; `id` and `submitted_s` of the request are set here.
-
-        Returns:
-            A ticket that is `decided` once it has a `placement` or an `error`.
+        """Put a request into the queue, and return its ticket. `id`, `submitted_s` and `ancestors` are set here.
 
         Raises:
             CapacityError: A needed thread could not be started. A later request tries again.
@@ -229,7 +223,6 @@ class Broker:
         return ticket
 
     def _start(self) -> None:
-        """Start the threads, if they do not run."""
         if self._stepped:
             return
         with self._arrived:
@@ -238,10 +231,9 @@ class Broker:
         self._sampler.set_active(True)
 
     def _put(self, event: events.Event) -> None:
-        """Send an event to the broker's thread."""
         with self._arrived:
             if event == events.LedgerChanged() and self._inbox and self._inbox[-1] == event:
-                # A broker that is idle has no thread to take them, while others change the ledger for hours.
+                # An idle broker may have no thread, and its inbox would grow for as long as others change the ledger.
                 return
             self._inbox.append(event)
             self._arrived.notify_all()
@@ -255,18 +247,18 @@ class Broker:
         again_s: float = 30.0,
         waited_s: float = 0.0,
     ) -> Placement:
-        """Block until a request is placed. Where it raises, nothing is held for the request.
+        """Wait until a request is placed, and return its placement. After an exception nothing is reserved for the request.
 
         Args:
             ticket: From `submit`.
-            limit_s: Seconds after which to give up, from `gpu:wait`; `None`: never.
-            on_waiting: Called with the reason for the wait. Its exception ends the wait.
+            limit_s: Most seconds to wait, from `gpu:wait`; `None`: no limit.
+            on_waiting: Called with the reason why the request waits. An exception of this function ends the wait.
             first_s: Seconds until the first call of `on_waiting`.
-            again_s: Seconds until the next call, if the reason has changed.
-            waited_s: Seconds of `limit_s` that have passed already.
+            again_s: Seconds until each further call, which is made only if the reason has changed.
+            waited_s: Seconds of `limit_s` that have already passed.
 
         Raises:
-            PlacementError: It can never be placed, or was not in time.
+            PlacementError: The request can never be placed, or was not placed in time.
             Withdrawn: `withdraw` was called.
         """
         now = self._clock.now
@@ -282,7 +274,6 @@ class Broker:
                             f"gpu:wait={format_seconds(limit_s)} is over: "
                             f"{ticket.request.task_name!r} still waited for {sentence(reason)}"
                         )
-                    # It was decided at the last moment.
                     break
                 if reason != told:
                     on_waiting(reason)
@@ -294,13 +285,13 @@ class Broker:
                 raise Withdrawn(ticket.request.task_name)
             return ticket.placement
         except BaseException:
-            # It may have been placed meanwhile, and no other thread would release that.
+            # The request may have been placed meanwhile, and no other thread would release its reservation.
             self.withdraw(ticket)
             self.end(ticket)
             raise
 
     def explain(self, ticket: Ticket) -> Reason:
-        """Return why a request waits."""
+        """Return the reason why a request waits."""
         with self._known:
             known, now_s = self._machine.known, self._clock.now()
             if (silence := known.view.silence(now_s)) is not None:
@@ -312,41 +303,41 @@ class Broker:
             return replace(reason, ledger_problem=self.problem or None)
 
     def device_states(self) -> list[DeviceState]:
-        """Return the state of each device at the last reading, less the reservations, without a new reading."""
+        """Return the state of each device, from the last reading and the current reservations."""
         with self._known:
             return self._machine.known.states()
 
     def waiting(self, longer_s: float) -> list[Request]:
-        """Return own requests that have waited longer than `longer_s`, as many as `max_processes` lets start."""
+        """Return requests of this broker that have waited longer than `longer_s`, as many as `max_processes` lets start."""
         with self._known:
             known, until_s = self._machine.known, self._clock.now() - longer_s
             found = [r for t in known.waiting.values() if (r := t.request).submitted_s <= until_s]
             return found[: max(0, self.max_processes - len(known.placed))]
 
     def withdraw(self, ticket: Ticket) -> bool:
-        """Stop waiting; return whether the request still waited. No effect once it was placed."""
+        """Withdraw a request, and return `True`; return `False` without effect if it was already decided."""
         waited = ticket.withdraw()
         if waited:
             self._put(events.Withdrawn(ticket))
         return waited
 
     def give_up(self, why: str) -> None:
-        """Refuse all requests from now on with a `DeviceError`, since the devices are lost for good."""
+        """Refuse all waiting and later requests with a `DeviceError`: the devices are lost for good."""
         self._put(events.DevicesLost(why))
 
     def attach(self, ticket: Ticket, pid: int) -> None:
-        """Set the process that uses a request's reservation."""
+        """Note that the process `pid` has started for a placed request."""
         ticket.pid = pid
         self._put(events.Attached(ticket, pid))
 
     def watch(self, call: Callable[[Reading], None]) -> None:
-        """Read the devices at all times from now on, and call a function with every reading, on the broker's thread."""
+        """Read the devices at intervals from now on, and call `call` with every reading, on the broker's thread."""
         self._watchers.append(call)
         self._machine.watched = True
         self._start()
 
     def held_by_others(self) -> dict[str, Entry]:
-        """Return the entries of other flows on these devices, with the measured memory of their processes."""
+        """Return other flows' ledger entries on the broker's devices, by request id, with `held_bytes` as measured here."""
         found, owner = {}, self._ledger.view().owner
         known = {device.key: device for device in self.devices}
         for request_id, entry in self._ledger.running().items():
@@ -361,15 +352,15 @@ class Broker:
         return found
 
     def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
-        """Show how far the suspension of a request's process is; `text`, for people, is empty if it runs.
+        """Report the stage of the suspension of a request's process; `text` is for people, empty if the process runs.
 
-        `"moving in"` asks whether the process may resume: its devices are reserved for it, and no suspension is asked for,
-        by the ledger's newest entry. The answer is in `Ticket.may_resume`.
+        The stage `"moving in"` asks whether the process may resume: its devices are reserved for it, and no suspension is
+        wanted, by the ledger's newest entry. The answer is put into `Ticket.may_resume`.
         """
         self._put(events.Moved(ticket, Trigger(stage), text))
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
-        """Return the free bytes of a device at a new reading; `None`: none came within `patience_s`, or it has failed."""
+        """Return a device's free bytes at a new reading; `None`: none came in `patience_s`, or the device has failed."""
         if not self._read_anew(patience_s):
             return None
         with self._known:
@@ -380,30 +371,31 @@ class Broker:
             return None
 
     def learn_need(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Count a placed probe at `budgets` from now on (bytes by device model; others unchanged): its need is known.
+        """Lower the reservations of a placed probe (a first run, placed without a known need) to its learned need.
 
-        No effect on a cluster: the node counts the probe at its cap, and would refuse tasks started beside it.
+        `budgets` has bytes by device model; reservations on other models are unchanged. No effect on a cluster: the node
+        counts the probe at its cap, and would refuse tasks started beside it.
         """
         self._put(events.NeedLearned(ticket, budgets))
 
     def mark_running(self, ticket: Ticket) -> None:
-        """Note that the body of a request has begun: the kernel's figures include its host memory from now on."""
+        """Note that a request's task body has begun: the kernel's figure of used memory now includes its host memory."""
         self._put(events.BodyBegan(ticket))
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use; unknown names: on each device."""
+        """Return the bytes that could be reserved on each named device if empty; an unknown name: on all devices."""
         with self._known:
             return self._machine.known.view.capacities(names, nodes)
 
     def check(self, request: Request) -> None:
-        """Raise `PlacementError` if a request could not be placed though nothing else ran."""
+        """Raise `PlacementError` if a request could not be placed even on empty devices."""
         with self._known:
             self._machine.known.view.check(request)
 
     def foreign_growth_bytes(self, ticket: Ticket, patience_s: float = 2.0) -> int:
-        """Return the bytes by which other people's memory has grown since a ticket's placement, on the worst of its devices.
+        """Return the bytes by which memory of other programs has grown since a ticket's placement: the most on any device.
 
-        A new reading counts if it comes within `patience_s`, else the last one.
+        A new reading is used if it comes within `patience_s`, otherwise the last one.
         """
         self._read_anew(patience_s)
         with self._known:
@@ -412,22 +404,22 @@ class Broker:
             return max(0, 0, *(now.get(key, 0) - was for key, was in before.items()))
 
     def refresh(self) -> None:
-        """Ask for a reading of the devices now."""
+        """Request a device reading now, and return without waiting for it."""
         if not self._stepped:
             self._sampler.refresh()
 
     def end(self, ticket: Ticket) -> None:
-        """Note that the process of a placed request has ended, or never started; a second call has no effect.
+        """Note that the process of a placed request has ended or never started. Without effect if the call is repeated.
 
-        Its reservation is released when the device shows the memory back, or after `RECOVERY_S`; then
-        `on_recovered` is called. Without a placement the call has no effect.
+        Once the memory is free, or after `RECOVERY_S`, the reservation is released and `Ticket.on_recovered` is called.
+        Without a placement the call has no effect.
         """
         self._put(events.Ended(ticket))
 
     def _roots(self) -> list[int]:
-        """Return the ids of processes whose memory is not foreign, on the sampler's thread."""
+        """Return the ids of processes whose memory is not foreign; called on the sampler's thread."""
         if self.reader.remote:
-            # The nodes know their processes.
+            # Each node's own broker knows the processes there.
             return []
         with self._known:
             known = self._machine.known
@@ -436,7 +428,7 @@ class Broker:
         return list(dict.fromkeys([*own, *self._ledger.view().processes.values(), *ended]))
 
     def _read_anew(self, patience_s: float) -> bool:
-        """Ask for a reading and wait for it; return whether it came in time."""
+        """Request a device reading and wait for it; return whether it came within `patience_s`."""
         asked_s = self._clock.now()
         self.refresh()
         with self._known:
@@ -451,7 +443,7 @@ class Broker:
     # The broker's thread; for a stepped broker, the caller's.
 
     def look(self) -> None:
-        """Read the devices of a stepped broker, and do all that follows from the reading."""
+        """Read the devices of a stepped broker, and handle all events that result."""
         # Started processes are attached first, so that the reading attributes their memory.
         self._take_arrived()
         self._put(events.Read(self._sampler.read()))
@@ -464,16 +456,16 @@ class Broker:
             self._step()
 
     def _step(self) -> None:
-        """Handle all events in the inbox, and decide."""
+        """Handle the events in the inbox and the ledger's changes, then make a scheduling pass."""
         known, began_s = self._machine.known, thread_time()
-        # All reservations whose memory is back are released first, so that one pass sees them all.
+        # All reservations whose memory is free again are released first, so that one pass sees them all.
         self._take_arrived()
         self._handle(events.Tick())
         if not (known.waiting and known.view.silence(self._clock.now())):
-            # While its devices do not answer it sends no heartbeats, so other flows do not wait for its requests.
+            # With silent devices the broker sends no heartbeats, so that other flows do not wait for its requests.
             self._attempt(self._ledger.beat)
         self._attempt(self._ledger.poll)
-        # Changes from its own releases.
+        # Ledger changes by the releases above.
         self._take_arrived()
         self._read_ledger()
         self._attempt(lambda: self._handle(events.Waits(self._waits_since())))
@@ -502,7 +494,6 @@ class Broker:
                 self._clock.wait(self._arrived, left_s)
 
     def _take_arrived(self) -> None:
-        """Handle the events in the inbox."""
         with self._arrived:
             arrived = tuple(self._inbox)
             self._inbox.clear()
@@ -519,11 +510,10 @@ class Broker:
             self._handle(event)
 
     def _read_ledger(self) -> None:
-        """Read the ledger, and pass the rows to the machine."""
         self._attempt(lambda: self._handle(events.Rows(*self._ledger.read(self._subscription))))
 
     def _handle(self, event: events.Event) -> None:
-        """Feed the machine an event, and carry out its commands."""
+        """Have the machine handle an event, and carry out its commands."""
         queue = deque([event])
         while queue:
             self._attempt(partial(self._handle_next, queue))
@@ -543,11 +533,11 @@ class Broker:
         except Exception:
             if self._stepped:
                 raise
-            # A function of one task may fail; those of other tasks must still be called.
+            # A callback of one task may fail; the callbacks of other tasks must still be called.
             logger.exception("the broker of GPU devices met an error; it goes on")
 
     def _carry_out(self, command: events.Command, queue: deque[events.Event]) -> None:
-        """Carry out a command; events that follow from it go into `queue`."""
+        """Carry out a command, and append the resulting events to `queue`."""
         ledger = self._ledger
         match command:
             case events.Append(plan):
@@ -569,11 +559,11 @@ class Broker:
             case events.Rewrite(request_id, change, announces, asks):
                 changed = ledger.rewrite(request_id, change, announces)
                 if asks is not None:
-                    # The machine knows of it before the process's next step.
+                    # The machine learns of the change before the process's next step.
                     queue.append(events.Rows(*ledger.read(self._subscription)))
                     asks.may_resume.put(changed)
             case events.Release(request_id, ticket, leaked_bytes):
-                # First, whatever the callback does.
+                # Released first, since the callback may raise.
                 ledger.release(request_id)
                 if ticket is not None and ticket.on_recovered is not None:
                     ticket.on_recovered(leaked_bytes)

@@ -1,7 +1,7 @@
-"""The last reading of a broker's devices, and the memory that the reservations leave free.
+"""The last reading of a broker's devices, and the free memory beside the reservations.
 
-Covers the age of the reading, device states, memory by child process, warnings about a reading, and tickets that wait
-for the memory of ended processes (`RecoveryWatch`). `broker` asks for readings; the arithmetic is `scheduling.memory`.
+Covers the age of the reading, device states, memory by child process, warnings about a reading, and tickets of ended
+processes until their memory is free (`RecoveryWatch`). `broker` asks for readings; the arithmetic is `scheduling.memory`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from prefect_gpu.scheduling.probes import Growth, Leaving, choose_leaving, count
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Most seconds for which a reservation outlives its process, until the memory is back. Measured: 0 to 0.13 s on an H200;
-#: up to 1.5 s reported elsewhere; a zombie process may keep it for ever.
+#: Most seconds for which a reservation is kept after its process has ended, until its memory is free. Measured: 0 to 0.13 s
+#: on an H200; up to 1.5 s reported elsewhere; a zombie process may keep its memory for ever.
 RECOVERY_S = 5.0
 
-#: Seconds between two readings while memory is waited for.
+#: Seconds between two readings while memory of an ended process is missing.
 RECOVERY_POLL_S = 0.02
 
-#: Bytes by which an otherwise empty device may differ from before without a leak.
+#: Most bytes still missing on an otherwise empty device that do not count as a leak.
 LEAK_TOLERANCE_BYTES = 2 * MIB
 
 #: Bytes in use that NVML attributes to no process, for each listed process. Measured on an H200, driver 580: 8.8 MiB with
@@ -65,22 +65,20 @@ SUSPENDED_BYTES = 4 * MIB
 
 
 class Note(NamedTuple):
-    """One line for the log."""
+    """One line for the log, at level WARNING (`warns`) or INFO."""
 
     text: str
-    #: Level WARNING; otherwise INFO.
     warns: bool
 
 
 class RecoveryWatch:
-    """The tickets whose process has ended and whose memory is not back. Not safe to use from several threads at once."""
+    """Tickets of ended processes whose device memory is not free yet. Not safe to use from several threads at once."""
 
     def __init__(self) -> None:
-        #: The tickets, by request id.
+        #: By request id.
         self.ending: dict[str, Ticket] = {}
-        #: Monotonic seconds at which the next reading is due.
         self._poll_s = 0.0
-        #: Devices that list no process of the flow though it holds memory there (containers).
+        #: Devices that list no process of the flow although one holds memory there (in containers).
         self._hiding: set[DeviceKey] = set()
         #: Devices that have listed a process of the flow.
         self._listing: set[DeviceKey] = set()
@@ -89,23 +87,23 @@ class RecoveryWatch:
 
     @property
     def poll_s(self) -> float | None:
-        """Monotonic seconds at which the next reading is due; `None`: none is."""
+        """Monotonic seconds at which the next reading is due; `None`: no ticket needs one."""
         return self._poll_s if self.ending else None
 
     def begin(self, ticket: Ticket, now_s: float) -> None:
-        """Wait for the memory of a process that has just ended; a reading is due at once."""
+        """Add the ticket of a process that has just ended; a reading is due at once."""
         self.ending[ticket.request.id] = ticket
         self._poll_s = now_s
 
     def take_baseline(self, ticket: Ticket, reading: Reading) -> None:
-        """Note the unattributed memory of a ticket's devices before its process starts."""
+        """Set `ownerless_before` of a ticket: memory of no process on its devices, before its own process starts."""
         assert ticket.placement is not None
         ticket.ownerless_before = {
             device.key: _ownerless(reading, device.key) for device in ticket.placement.devices
         }
 
     def check(self, reading: Reading, placed: Collection[Ticket]) -> list[Ticket]:
-        """Return and forget the tickets whose memory a good new reading shows back; `placed` tickets still run."""
+        """Remove and return the tickets whose memory is free by a good new reading; `placed` are tickets that still run."""
         self._find_hiding(reading, placed)
         done = [ticket for ticket in self.ending.values() if self._is_back(ticket, reading)]
         for ticket in done:
@@ -115,9 +113,9 @@ class RecoveryWatch:
     def give_up(
         self, now_s: float, reading: Reading | None, placed: Collection[Ticket]
     ) -> tuple[list[Ticket], list[Note]]:
-        """Return the tickets that have waited for `RECOVERY_S`, and log lines about their leaks.
+        """Remove and return the tickets that have waited for `RECOVERY_S`, with log lines about their leaks.
 
-        `now_s` is from the clock and not from the last reading: a driver that hangs gives no readings.
+        `now_s` is the clock's time, not the last reading's: a driver that hangs gives no readings.
         """
         done, notes = list[Ticket](), list[Note]()
         for ticket in tuple(self.ending.values()):
@@ -128,14 +126,14 @@ class RecoveryWatch:
             del self.ending[ticket.request.id]
             if reading is None or reading.error:
                 continue
-            # Again: leaks of the ticket before this one are not missing here.
+            # Judged again: `_note_leak` may have raised `ownerless_before` by the leak of an earlier ticket.
             self._is_back(ticket, reading)
             if ticket.missing_bytes:
                 notes.append(self._note_leak(ticket, reading, (*placed, *self.ending.values())))
         return done, notes
 
     def poll(self, now_s: float) -> bool:
-        """Return whether a reading is due now, and set the time of the next."""
+        """Return whether a reading is due now; if so, set the time of the next one."""
         if not self.ending or now_s < self._poll_s:
             return False
         self._poll_s = now_s + RECOVERY_POLL_S
@@ -183,14 +181,14 @@ class RecoveryWatch:
         )
 
     def _find_hiding(self, reading: Reading, placed: Collection[Ticket]) -> None:
-        """Note devices that do not list a process of the flow, although its counters say that it is there."""
-        # Unlisted memory there may be another task's.
+        """Note devices that list no process of the flow although the process's own counters report memory there."""
+        # On such a device memory without a listed process may be another task's.
         listed = {use.root_pid for s in reading.snapshots for use in s.processes}
         for snapshot in reading.snapshots:
             if any(use.root_pid is not None for use in snapshot.processes):
                 self._listing.add(snapshot.device.key)
-        # A device that has once listed a process of the flow is not hiding: a process that was just killed leaves the
-        # list before its end is known here (seen on an H200).
+        # A device that has once listed a process of the flow is not hiding: a killed process leaves the list before its
+        # end is known here (seen on an H200).
         self._hiding -= self._listing
         for ticket in placed:
             if ticket.pid is not None and ticket.stand_in_bytes and ticket.pid not in listed:
@@ -208,22 +206,22 @@ def _ownerless(reading: Reading, key: DeviceKey) -> int | None:
     return None if snapshot is None else ownerless_bytes(snapshot)
 
 
-#: Seconds after which a reading is too old to decide on; a new one is requested first.
+#: Most age in seconds of the reading for a scheduling pass. With an older one, a new reading is requested first.
 FRESH_S = 0.5
 
-#: Seconds after which all device states are computed again, even with unchanged snapshots: other flows' process ids may
-#: have come later.
+#: Seconds after which all device states are computed again, even with unchanged snapshots: other flows may have written
+#: process ids since.
 KEPT_S = 2.0
 
-#: Seconds without a reading after which a driver is said to be silent.
+#: Seconds without a reading after which the devices count as silent.
 SILENT_S = 5.0
 
 
 class DeviceView:
     """The last reading of one broker's devices. Not safe to use from several threads at once.
 
-    `devices` are all devices before the first reading, of one kind. `around` has reservations of the GPU task around
-    this process (`own_pid`), if the ledger does not know it.
+    `devices`, all of one kind, are used until the first reading. `around` are the reservations of the GPU task that this
+    process (`own_pid`) runs inside, if the ledger does not list them.
     """
 
     def __init__(
@@ -234,21 +232,19 @@ class DeviceView:
         around: tuple[Reservation, ...],
         own_pid: int,
     ) -> None:
-        #: Devices of the last good reading.
         self.devices = devices
         self._kind = kind
         self._headroom_bytes = headroom_bytes
         self._around = around
         self._own_pid = own_pid
-        #: The last reading; `None`: none has come.
         self.reading: Reading | None = None
-        #: Keys of the devices in its snapshots.
+        #: Keys of the devices in the reading's snapshots.
         self._keys: Sequence[DeviceKey] = ()
-        #: Monotonic seconds when the reading came. Its own time is when it began, and a driver may be slow.
+        #: Monotonic seconds when the reading came. `Reading.at_s` is earlier, when it began: a driver may be slow.
         self._came_s = 0.0
-        #: By device: bytes that each request's process holds.
+        #: By device and request id: bytes that the request's process holds.
         self._measured: dict[DeviceKey, Mapping[str, int]] = {}
-        #: By device: growth of each probe's memory, by request id.
+        #: By device and request id: memory growth of each probe (a first run that shares its device).
         self._growths: dict[DeviceKey, dict[str, Growth]] = {}
         #: By device and child process: bytes of that process and its descendants, by process id.
         self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
@@ -257,12 +253,12 @@ class DeviceView:
         #: States of the devices, and the reservations that each was computed for (`None`: not computed yet).
         self._states: list[DeviceState] = []
         self._computed_for: Sequence[tuple[Reservation, ...] | None] = ()
-        #: Errors of devices that have failed; empty: the device works again.
+        #: By device: its error, after a failure; empty: the device works again.
         self._set_aside: dict[DeviceKey, str] = {}
         self._context_told = False
 
     def take(self, reading: Reading, now_s: float) -> None:
-        """Use a reading that came at `now_s` (monotonic seconds)."""
+        """Replace the last reading by one that came at `now_s` (monotonic seconds)."""
         before = () if self.reading is None else self.reading.snapshots
         self.reading = reading
         self._came_s = now_s
@@ -274,7 +270,7 @@ class DeviceView:
             there = set(self._keys)
             self._measured = {key: each for key, each in self._measured.items() if key in there}
             self._growths = {key: each for key, each in self._growths.items() if key in there}
-        # On a cluster most devices keep their snapshot: no news of them came.
+        # On a cluster most snapshots are unchanged, since only some nodes have sent new ones.
         if keys != self._keys or self._came_s - self._all_s >= KEPT_S:
             before, self._all_s, self._by_root = (), self._came_s, {}
             self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
@@ -294,7 +290,7 @@ class DeviceView:
         self._computed_for = computed_for
 
     def compute_again(self, devices: Iterable[Device]) -> None:
-        """Compute states again although the snapshots are the same: a process is known now."""
+        """Have the next call of `states` compute these devices' states again, since a process there is known now."""
         keys = {device.key for device in devices}
         self._computed_for = [
             None if key in keys else done
@@ -302,11 +298,11 @@ class DeviceView:
         ]
 
     def is_fresh(self, now_s: float) -> bool:
-        """Return whether there is a reading to decide on, with an error or without."""
+        """Return whether the last reading, with or without an error, is recent enough for a scheduling pass."""
         return self.reading is not None and now_s - self._came_s <= FRESH_S
 
     def silence(self, now_s: float) -> Reason | None:
-        """Return the reason for which no request can be placed; `None`: the devices answer."""
+        """Return the reason why no request can be placed: no reading yet, or silent devices; `None`: the devices answer."""
         if self.reading is None:
             return Reason(WaitKind.FIRST_READING)
         silent_s = now_s - self._came_s
@@ -316,17 +312,17 @@ class DeviceView:
         return None
 
     def capacities(self, names: tuple[str, ...], nodes: tuple[str, ...] = ()) -> dict[Device, int]:
-        """Return the bytes that could ever be reserved on each device that a task may use; unknown names: on each device."""
+        """Return the bytes that could be reserved on each named device if empty; an unknown name: on all devices."""
         states = self._empty_states()
         try:
             states = select_devices(Request("", "", 0, 0.0, devices=names, nodes=nodes), states)
         except PlacementError:
-            # The request itself is refused for it.
+            # A name is unknown. The request itself is refused for that.
             pass
         return {state.device: state.capacity_bytes for state in states}
 
     def check(self, request: Request) -> None:
-        """Check that a request could be placed on the empty machine; see `placement.check_possible`."""
+        """Raise `PlacementError` if a request could not be placed even on empty devices."""
         check_possible(request, self._empty_states())
 
     def _empty_states(self) -> list[DeviceState]:
@@ -341,10 +337,10 @@ class DeviceView:
     def states(
         self, view: LedgerView, tickets: Mapping[str, Ticket], ending: Iterable[Ticket] = ()
     ) -> list[DeviceState]:
-        """Return the state of each device; none if there is no good reading.
+        """Return the state of each device; an empty list if the last reading is missing or has an error.
 
-        A state is computed again only if the reading or the device's reservations have changed. `tickets` has the placed
-        requests of the broker by id, `ending` those whose process has ended and whose memory may not be back.
+        A state is computed again only if the device's snapshot or reservations have changed. `tickets` are the broker's
+        placed requests by id, `ending` its requests of ended processes whose memory may not be free yet.
         """
         reading = self.reading
         if reading is None or reading.error:
@@ -372,7 +368,7 @@ class DeviceView:
         measured: Mapping[str, int],
         now_s: float,
     ) -> dict[str, int]:
-        """Note how the probes of a device have grown, and return the bytes at which each counts for another probe."""
+        """Update the growth of a device's probes; return by request id the bytes that each counts for another probe."""
         probes = {r.request_id: r for r in held if r.probe is not None}
         before = self._growths.get(key, {})
         if not probes and not before:
@@ -386,10 +382,10 @@ class DeviceView:
     def probes_to_leave(
         self, running: Mapping[str, Entry], silent: Container[str], fixed: Set[str]
     ) -> Iterator[tuple[Leaving, Device]]:
-        """Yield the probes that should leave their devices for the others, of all brokers, each with its device.
+        """Yield the probes of all brokers that are to be suspended or ended for others on their device, with this device.
 
-        Uses the states that `states` has last returned. `running` has the entries of all tasks with devices by request
-        id, `silent` the owners without heartbeats, which suspend nothing, `fixed` further tasks that cannot be suspended.
+        The states are from the last call of `states`. `running` has the entries of all tasks with devices by request id,
+        `silent` the owners without heartbeats, which suspend nothing, `fixed` further requests that cannot be suspended.
         """
         reading = self.reading
         if reading is None or reading.error or not self._growths:
@@ -397,7 +393,7 @@ class DeviceView:
         now_s = reading.at_s
         goes = {i for i, entry in running.items() if entry.wish is not None}
         away = goes | {i for i, e in running.items() if e.away}
-        # One is suspended at a time: the next needs a reading of the machine's own memory with it there.
+        # One probe is suspended at a time: the next needs a reading of the host memory that includes the first.
         if any(not running[i].away and running[i].owner not in silent for i in goes):
             fixed = running.keys()
         fixed = fixed | {
@@ -418,7 +414,7 @@ class DeviceView:
 
     @property
     def measured(self) -> Mapping[DeviceKey, Mapping[str, int]]:
-        """Bytes that each request's process holds on each device, from the last call of `states`."""
+        """Bytes held by each request's process, by device and request id, from the last call of `states`."""
         return self._measured
 
     def measured_bytes(self, request_id: str, device: Device) -> int:
@@ -430,12 +426,12 @@ class DeviceView:
         return self._by_root.get(device.key, {}).get(root_pid, {})
 
     def compare(self, reading: Reading) -> tuple[list[tuple[Device, str]], list[Note]]:
-        """Return the devices that are set aside from now on, with reasons, and log lines about new oddities in a reading.
+        """Return newly failed devices with their errors, and log lines about devices that failed, or that work again.
 
-        All devices of a node with the same change share one line.
+        All devices of a node with the same change share one line. Another line warns of CUDA in this process.
         """
         notes = self._note_context(reading)
-        #: By node and error; an empty error: the devices answer again.
+        #: Devices by node and error; an empty error: the devices answer again.
         changed: dict[tuple[str, str], list[Device]] = {}
         for snapshot in reading.snapshots:
             device, error = snapshot.device, snapshot.error
@@ -444,7 +440,7 @@ class DeviceView:
                 self._set_aside[device.key] = error
         for (node, error), devices in changed.items():
             several = len(devices) > 1
-            # Its UUID identifies it in the driver's own log.
+            # The driver's own log names the device by its UUID.
             name = f"{devices[0].label} ({devices[0].uuid})"
             if several:
                 name = f"devices {', '.join(str(each.index) for each in devices)} of node {node}"
@@ -477,7 +473,7 @@ def _measure(
     parents: Iterable[Reservation],
     own_pid: int,
 ) -> Mapping[str, int]:
-    """Return the bytes that requests' processes hold of a device, by request id."""
+    """Return the bytes that each request's process holds on a device, by request id."""
     if snapshot.error:
         return {}
     key = snapshot.device.key

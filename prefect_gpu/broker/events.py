@@ -18,21 +18,21 @@ from prefect_gpu.scheduling.model import Device, Placement, Reading
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request was made."""
+    """A request was submitted."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """A request was withdrawn before it was decided. It may have been placed meanwhile."""
+    """A request was withdrawn before its decision was known. The machine may have placed it meanwhile."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class DevicesLost:
-    """No device will ever answer again."""
+    """All devices are lost for good."""
 
     why: str
 
@@ -47,21 +47,21 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class BodyBegan:
-    """The body of a request has begun: the kernel's figures include its host memory from now on."""
+    """A request's task body has begun: the kernel's figure of used memory now includes its host memory."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The process of a placed request has ended, or never started."""
+    """The process of a placed request has ended or never started."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The suspension of a request's process has made a step, or is about to (`MOVING_IN`); `text` is for people."""
+    """A suspension of a request's process has made a step, or asks to make it (`MOVING_IN`); `text` is for people."""
 
     ticket: Ticket
     step: Trigger
@@ -70,7 +70,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class NeedLearned:
-    """The need of a probe's task is known: bytes on a device, by its model."""
+    """The memory need of a probe (a first run, need unknown) was learned: `budgets` has bytes by device model."""
 
     ticket: Ticket
     budgets: Mapping[str, int]
@@ -93,34 +93,34 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class LedgerChanged:
-    """Other brokers have changed the ledger, or memory was released."""
+    """Other brokers have changed the ledger, or a request was released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Monotonic seconds since when the GPU task around this process waits; `None`: it does not."""
+    """The GPU task that this process runs inside has waited since `since_s` (monotonic); `None`: it does not wait."""
 
     since_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: memory of ended processes may be given up."""
+    """Time has passed: the wait for memory of ended processes may be over."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDue:
-    """All events before it were handled: a pass is made, if something has changed."""
+    """All earlier events were handled: a scheduling pass is made if the state has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspensionsDue:
-    """A pass was made: tasks are asked to suspend, or may resume."""
+    """A scheduling pass was made: processes are told to suspend, or that they may resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """A plan was written into the ledger (`done=False`: other brokers were faster, and nothing was written)."""
+    """A plan was written into the ledger; `done=False`: nothing was written, since another broker wrote first."""
 
     plan: Plan
     done: bool
@@ -148,13 +148,13 @@ class Rewrite:
     request_id: str
     change: Callable[[Entry], Entry]
     announces: bool = True
-    #: Request whose suspended process is told whether the entry has changed: it may resume.
+    #: Ticket whose suspended process is told whether the entry has changed, and so whether it may resume; `None`: none.
     asks: Ticket | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Remove a request from the ledger. With a ticket: its process has ended, and `leaked_bytes` did not come back."""
+    """Remove a request from the ledger. With a ticket: its process has ended and left `leaked_bytes` (`None`: unknown)."""
 
     request_id: str
     ticket: Ticket | None = None
@@ -163,7 +163,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class ReadDevices:
-    """Ask for a device reading now."""
+    """Request a device reading now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class SampleDevices:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Tell a request that it was placed or refused."""
+    """Give a ticket its placement or its error."""
 
     ticket: Ticket
     placement: Placement | None = None
@@ -184,7 +184,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class TellMeasured:
-    """Tell a request the memory of its process on each of its devices."""
+    """Tell a ticket how much memory its process holds on each of its devices."""
 
     ticket: Ticket
     at_s: float
@@ -193,7 +193,7 @@ class TellMeasured:
 
 @dataclass(frozen=True, slots=True)
 class TellHeldBack:
-    """Tell a request that its process is to be suspended, or may resume."""
+    """Tell a ticket that its process is to be suspended (`away`), or may resume."""
 
     ticket: Ticket
     away: bool
@@ -201,7 +201,7 @@ class TellHeldBack:
 
 @dataclass(frozen=True, slots=True)
 class TellNoReturn:
-    """Tell a request that its suspended process has no device to return to."""
+    """Tell a ticket that no device will be free for its suspended process to resume on."""
 
     ticket: Ticket
     error: PrefectGPUError
@@ -209,7 +209,7 @@ class TellNoReturn:
 
 @dataclass(frozen=True, slots=True)
 class TellShort:
-    """Tell a probe to end its process, so that the other probes on its device continue."""
+    """Tell a probe's ticket to end the process, so that other probes (first runs) on the device continue."""
 
     ticket: Ticket
     device: Device
@@ -217,7 +217,7 @@ class TellShort:
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Tell the fault watchers that a device does not work."""
+    """Tell the fault watchers of the runners that a device has failed."""
 
     device: Device
     why: str

@@ -1,11 +1,10 @@
-"""The log of a machine's ledger in a file, shared by all processes that use the same folder.
+"""The log of a machine's ledger in an SQLite database, shared by all processes that use the same folder.
 
-The file is an SQLite database in WAL mode, which readers and one writer use at the same time. It need not survive the
-machine's end, so no write waits for the disk.
+The database is in WAL mode, so that readers and one writer use it at the same time. It need not survive a reboot, so no
+write waits for the disk.
 
-A process is alive for as long as it holds a lock on a file of its own beside the database. The kernel releases the lock
-when the process ends, in whatever way, and across containers and users. Other processes remove the entries of an ended
-process. `ledger` defines the entries.
+Each process locks a file of its own beside the database and counts as alive while it holds the lock. The kernel releases
+the lock however the process ends, across containers and users; then other processes remove its entries (see `ledger`).
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ logger = logging.getLogger(__name__)
 #: Version of the tables and of `Entry`. Releases with different versions do not share a ledger.
 SCHEMA = 2
 
-#: Seconds to wait for another process's write, which takes less than a millisecond. A process that was stopped in the
-#: middle of a write may keep the file for ever.
+#: Seconds to wait for another process's write. A write takes less than a millisecond, but a process stopped in the middle
+#: of one may block the file for ever.
 BUSY_S = 5.0
 
-#: `BUSY_S` for a process that leaves the ledger. Others remove what it could not remove itself.
+#: Instead of `BUSY_S`, for a process at its end. Other processes remove entries that it could not remove.
 LEAVING_S = 0.5
 
 #: Seconds between two checks of whether other processes are still alive.
@@ -75,12 +74,11 @@ CREATE INDEX of_request ON log (request, number);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, about TEXT NOT NULL);
 """
 
-#: The database, and SQLite's files beside it.
 _FILES = ("ledger.db", "ledger.db-wal", "ledger.db-shm")
 
 _ENTRY: TypeAdapter[Entry] = TypeAdapter(Entry)
 
-#: Columns of a row, with its owner, which may have ended.
+#: Columns of a row and its owner, a process that may have ended.
 _COLUMNS = "request, promises, entry, owner"
 
 _OWNERS = "SELECT owner, about FROM owners"
@@ -93,7 +91,7 @@ FileIdentity: TypeAlias = tuple[int, int]
 
 
 def host_ledger(folder: Path | None = None) -> Ledger:
-    """Return the ledger that all processes of this machine share, one for each folder (see `HostStore`) in a process."""
+    """Return the ledger that all processes of this machine share: one object for each folder in a process."""
     return PROCESS_RESOURCES.get(
         ("ledger", folder_key(folder)), lambda: Ledger(partial(HostStore, folder, shared_folder))
     )
@@ -101,10 +99,9 @@ def host_ledger(folder: Path | None = None) -> Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process's description of itself, for people."""
+    """A process's description of itself, for people; `namespace` is the PID namespace of `pid`."""
 
     pid: int = 0
-    #: The PID namespace in which `pid` names it.
     namespace: str = ""
     host: str = ""
     user: str = ""
@@ -114,15 +111,9 @@ _OWNER: TypeAdapter[Owner] = TypeAdapter(Owner)
 
 
 class HostStore:
-    """A log that all processes of a machine share. Used by one thread at a time, except for `close`.
+    """A `Store` in a folder that all processes of a machine share. Raises `StoreError` if the folder cannot be used.
 
-    Args:
-        folder: See `SharedFolder`.
-        open_folder: Opens the folder.
-        owners_s: Seconds between two checks of whether other processes are still alive.
-
-    Raises:
-        StoreError: The log cannot be used.
+    Used by one thread at a time, except for `close`. `owners_s`: seconds between two checks for ended processes.
     """
 
     def __init__(
@@ -147,10 +138,10 @@ class HostStore:
         self._folder = default_folder() if folder is None else folder
         try:
             self._shared = shared = open_folder(folder)
-            #: This process counts as alive for as long as it holds this file.
+            #: This process counts as alive while it holds this lock file.
             self._hold = hold = shared.hold(f"{self.owner}.lock")
             try:
-                # Under a lock: two processes must not both find that they are alone.
+                # Under a lock, so that two processes do not both find no other one.
                 with shared.locked("opening"):
                     self._db, database = self._open()
             except BaseException:
@@ -186,12 +177,12 @@ class HostStore:
                 try:
                     self._look_at_owners()
                 except OSError:
-                    # There is no free descriptor to open a lock file with.
+                    # No file descriptor is free to open a lock file.
                     pass
                 except sqlite3.Error as error:
                     self._broken = error
             try:
-                # `read` says what is wrong.
+                # `read` raises the error.
                 return (
                     self._broken is not None
                     or self._is_replaced()
@@ -237,7 +228,7 @@ class HostStore:
         self._finalizer()
 
     def read_owners(self) -> dict[str, Owner]:
-        """Return the processes that use the ledger, by the names in `Entry.owner`.
+        """Return descriptions of the processes that use the ledger, by `Entry.owner`.
 
         Raises:
             StoreError: The ledger cannot be read.
@@ -245,7 +236,7 @@ class HostStore:
         return {owner: _owner(text) for owner, text in self._ask(_OWNERS)}
 
     def read_placed_s(self) -> dict[str, float]:
-        """Return the monotonic seconds of placements by request id; those of old requests may be missing.
+        """Return the monotonic seconds of each request's last placement by request id; old requests may be missing.
 
         Raises:
             StoreError: The ledger cannot be read.
@@ -268,7 +259,7 @@ class HostStore:
         for row in changes:
             owner, text = self.owner, None
             if row.entry is not None:
-                # The entry may belong to another process's request, which was passed.
+                # The entry may be of another process's request: its status counts later requests that were placed first.
                 owner, text = row.entry.owner, _ENTRY.dump_json(row.entry).decode()
             number = _insert(self._db, owner, row.request_id, row.promises, text)
         if number and number % 1000 == 0:
@@ -286,7 +277,7 @@ class HostStore:
     def _rows(self, after: int) -> list[Row]:
         (last,) = self._db.execute("SELECT max(number) FROM log").fetchone()
         if last is not None and last - after > LOG_ROWS:
-            # Some were deleted: this process was stopped for a long time.
+            # Some of these rows were deleted: this process was stopped for a long time.
             return [Row(after, "", True, None), *self._last_rows()]
         return self._read_rows(
             f"SELECT number, {_COLUMNS} FROM log WHERE number > {after:d} ORDER BY 1"
@@ -303,7 +294,7 @@ class HostStore:
         return self._read_rows(_LAST_ROWS)
 
     def _read_rows(self, query: str) -> list[Row]:
-        """Return rows as values; drop all rows of an ended process if one is unreadable, raise if it is alive."""
+        """Return parsed rows; an unreadable row raises `ValueError`, or drops all rows of its process if that has ended."""
         while True:
             rows: list[Row] = []
             failed: dict[str, ValueError] = {}
@@ -327,7 +318,6 @@ class HostStore:
             return True
 
     def _drop(self, owner: str, why: str) -> None:
-        """Remove an ended process and all its rows."""
         logger.warning(
             "the entries of a process that has ended were dropped from the ledger in %s, since it %s",
             *(self._folder, why),
@@ -341,9 +331,9 @@ class HostStore:
         return int(version)
 
     def _open(self) -> tuple[sqlite3.Connection, FileIdentity | None]:
-        """Open the database; return it, and its file's identity. Raises `StoreError` for another schema."""
-        # A file that no process has open is replaced if it is of another boot, which may have ended in the middle of a
-        # write, of another release, or damaged. Its rows are read to find that out.
+        """Open the database, and return it with its file's identity; raise `StoreError` for another schema."""
+        # A file that no other process uses is replaced if it is damaged (all rows are read), of another release, or of
+        # another boot, which may have ended in the middle of a write.
         path = self._shared.path / _FILES[0]
         alone = not self._finds_others()
         self._shared.make_file(path.name)
@@ -368,7 +358,7 @@ class HostStore:
         return _connect(path, self._folder), identity
 
     def _finds_others(self) -> bool:
-        """Return whether another process, of any release, is alive and shares the folder."""
+        """Return whether another living process, of any release, uses the folder."""
         locks = [path.name for path in self._shared.path.glob("*.lock")]
         # All are checked: `is_held` removes the files of processes that have ended.
         held = [name for name in locks if self.owner not in name and self._shared.is_held(name)]
@@ -384,7 +374,7 @@ class HostStore:
             )
 
     def _look_at_owners(self) -> None:
-        """Remove the entries of ended processes, and find processes without heartbeats."""
+        """Remove the entries of ended processes, and update `silent`."""
         owners = self._db.execute("SELECT owner FROM owners WHERE owner != ?", (self.owner,))
         silent: set[str] = set()
         for (owner,) in owners.fetchall():
@@ -433,7 +423,7 @@ def _connect(path: Path, folder: Path) -> sqlite3.Connection:
 
 
 def _check_rows(database: sqlite3.Connection) -> None:
-    """Close a database with unreadable rows, and raise `sqlite3.DatabaseError`."""
+    """If a database has unreadable rows, close it and raise `sqlite3.DatabaseError`."""
     try:
         database.execute(_OWNERS).fetchall()
         for *row, _ in database.execute(_LAST_ROWS):
@@ -449,7 +439,7 @@ def _boot_number() -> int:
 
 
 def _read_files(folder: Path) -> tuple[FileIdentity | None, ...]:
-    """Return the identities of the database's files in a folder now."""
+    """Return the current identity of each database file in a folder; `None`: the file is missing."""
     found: list[FileIdentity | None] = []
     for name in _FILES:
         try:
@@ -461,13 +451,13 @@ def _read_files(folder: Path) -> tuple[FileIdentity | None, ...]:
 
 
 def _never_close(database: sqlite3.Connection) -> None:
-    """Keep a connection open until this process ends: SQLite, closing it, may remove files of others by their names."""
+    """Keep a connection open until this process ends: closing it may delete newer files with the names of its files."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(database))
 
 
 @contextlib.contextmanager
 def _transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Begin a transaction, unless one has begun."""
+    """Run the `with` block in a transaction: the current one, or a new one."""
     if database.in_transaction:
         yield
         return
@@ -483,7 +473,7 @@ def _transaction(database: sqlite3.Connection) -> Iterator[None]:
 
 
 def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
-    """Return a row as a value; raise `ValueError` if this release did not write it so."""
+    """Return a parsed row; raise `ValueError` if this release would not have written it."""
     try:
         entry = None if text is None else _ENTRY.validate_json(text)
     except (ValidationError, TypeError) as error:
@@ -497,7 +487,7 @@ def _row(number: int, request_id: str, promises: int, text: str | None) -> Row:
 
 
 def _owner(text: str) -> Owner:
-    """Return a process's description of itself, empty if it cannot be read."""
+    """Return a process's parsed description of itself; an empty one if `text` is unreadable."""
     try:
         return _OWNER.validate_json(text)
     except (ValidationError, TypeError):
@@ -554,7 +544,7 @@ def _leave(
         finally:
             lock.release()
     else:
-        # A call of another thread does not return. Other processes remove the entries.
+        # Another thread's call does not return. Other processes will remove the entries.
         _never_close(database)
     if hold is not None:
         hold.release()
@@ -563,7 +553,7 @@ def _leave(
 
 
 def _about_this_process(namespace: str) -> dict[str, str | int | float]:
-    """Return facts by which a person finds this process; see `Owner`. No decision depends on them."""
+    """Return the description of this process for people (see `Owner`). No decision depends on it."""
     with contextlib.suppress(KeyError, OSError, psutil.Error):
         return {
             "pid": os.getpid(),

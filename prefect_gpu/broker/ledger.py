@@ -1,11 +1,11 @@
 """The ledger of a machine: waiting and placed requests of all flows.
 
 An `Entry` is the ledger's record of one request. The ledger is a log of changes to entries, so every process that reads
-the log has the same entries. A decision is made on one version of the ledger and written only if no process has
-promised memory since (compare and swap), so two brokers can never reserve the same bytes twice.
+the log has the same entries. A decision is made on one version of the ledger and written only if no process has added a
+reservation since (compare and swap), so two brokers can never reserve the same bytes.
 
 A `Store` keeps the log: `MemoryStore` for one process, `host_ledger.HostStore` for all processes of a machine.
-`prefect_gpu.scheduling` decides what to reserve; `device_view` waits for memory to come back.
+`prefect_gpu.scheduling` decides on reservations; `device_view` waits until memory of ended processes is free.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry:
     reservations: tuple[Reservation, ...] = ()
     #: Devices that the request may use.
     devices: tuple[DeviceKey, ...] = ()
-    #: How often the request was passed, and its kept devices.
+    #: How often later requests were placed before this one, and the devices kept for it.
     status: BlockedStatus = field(default_factory=BlockedStatus)
     #: The limit `max_processes` of its broker.
     max_processes: int = 0
@@ -53,65 +53,65 @@ class Entry:
     pid: int | None = None
     #: PID namespace of its owner, and of `pid`; empty: not known.
     namespace: str = ""
-    #: Bytes that the process holds on each of `devices`, measured by its own flow. Written only where others cannot
-    #: identify it by `pid`, because they, or the driver, see another PID namespace.
+    #: Bytes that the process holds on each of `devices`, measured by its own flow. Written only where other flows cannot
+    #: find the process by `pid`, because they or the driver see another PID namespace.
     held_bytes: tuple[int, ...] = ()
-    #: Its body is blocked until GPU tasks that it submitted end. Written by the body's process.
+    #: The task's body waits for GPU tasks that it submitted. Written by the body's process.
     waits: bool = False
-    #: Its body has begun. Its host memory is then part of what the kernel reports as used.
+    #: The task's body has begun, so the kernel's figure of used memory includes its host memory.
     running: bool = False
     #: Progress of the suspension, or why the process was not suspended, as text for people; empty: neither.
     suspension: str = ""
-    #: Monotonic seconds when it got its devices; 0: not known.
+    #: Monotonic seconds when the request was first placed; 0: not known.
     placed_s: float = 0.0
-    #: Monotonic seconds before which it is not suspended for another request.
+    #: Monotonic seconds before which the process is not suspended for another request.
     rests_until_s: float = 0.0
 
     @property
     def origin(self) -> str:
-        """Its broker, unique on the machine."""
+        """Name of the request's broker, unique on the machine."""
         return f"{self.owner}/{self.broker}"
 
     @property
     def runs(self) -> bool:
-        """Whether its task has devices, or had them when it was suspended."""
+        """Whether the request was placed: it has devices, or had them when its process was suspended."""
         return self.phase is not Phase.WAITING
 
     @property
     def away(self) -> bool:
-        """Fully suspended; no resume has begun."""
+        """Whether the process is fully suspended, and no resume has begun."""
         return self.phase in (Phase.AWAY, Phase.RELEASED)
 
     @property
     def held_back(self) -> bool:
-        """Whether a person wants its process suspended."""
+        """Whether a person wants the process suspended."""
         return self.wish is not None and self.wish.by is Wisher.PERSON
 
     @property
     def suspended_for(self) -> str | None:
-        """Waiting request, by id, that its process is to be suspended for; `None`: none."""
+        """Id of the waiting request for which the process is to be suspended; `None`: no request."""
         return None if self.wish is None else self.wish.request_id
 
 
 def owner_of(origin: str) -> str:
-    """Return the owner in an `Entry.origin`."""
+    """Return the owning process (as in `Entry.owner`) of a broker named as in `Entry.origin`."""
     return origin.partition("/")[0]
 
 
-#: Entries by the id of their request; `None`: it is gone.
+#: Changed entries by request id; `None`: the request was removed.
 Changes = Mapping[str, Entry | None]
 
 
 class Row(NamedTuple):
-    """One change in a log."""
+    """One row in the log of a store: a change to the entry of a request."""
 
-    #: Its position in the log, from 1.
+    #: Position in the log, from 1.
     number: int
-    #: Empty: earlier rows are not available, and the last row of each request follows.
+    #: Id of the request; empty: earlier rows are not available, and the last row of each request follows.
     request_id: str
     #: Whether the row adds a reservation. Decisions made without it must be made again.
     promises: bool
-    #: `None`: the request is gone.
+    #: The new entry; `None`: the request was removed.
     entry: Entry | None
 
 
@@ -129,24 +129,22 @@ class StoreError(Exception):
 
 
 class StoreReplacedError(StoreError):
-    """The files of a store were replaced. It must be opened again, as other processes do."""
+    """The files of a store were replaced. The store must be opened again, as other processes do."""
 
 
 class Store(Protocol):
-    """Keeps a log. The ledger calls it under its lock, so each call returns within seconds in all cases."""
+    """Keeps the log of a ledger. The ledger holds its lock during a call, so each call returns within seconds."""
 
-    #: Name of this process as an owner.
+    #: Name of this process as an owner, its PID namespace, and the name of its node.
     owner: str
-    #: The PID namespace of this process.
     namespace: str
-    #: Name of the node that this process runs on.
     node: str
-    #: Owners that are alive without heartbeats: they were stopped, or hang. Updated by `changed`.
+    #: Owners (processes) that are alive but send no heartbeats: stopped, or hanging. Updated by `changed`.
     silent: frozenset[str]
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, as at the exit of this process."""
+        """Whether the store was closed, for example at the exit of this process."""
         ...
 
     def beat(self) -> None:
@@ -166,8 +164,8 @@ class Store(Protocol):
     ) -> Written:
         """Write changes, all or none; raise `StoreError` if they cannot be written.
 
-        `after` is the number of the last row that was read. `conflicts` returns whether a row of another process after
-        it forbids the write. The numbers of the rows in `changes` are not used.
+        `after` is the number of the last row that was read. `conflicts` returns whether a later row, of another process,
+        forbids the write. The numbers of the rows in `changes` are not used.
         """
         ...
 
@@ -215,11 +213,9 @@ class MemoryStore:
 
 
 class HostUse(NamedTuple):
-    """Resources that requests need of the machine of their devices."""
+    """Number of requests that hold a device, and bytes of host memory reserved for bodies that have not begun."""
 
-    #: Requests that hold devices.
     tasks: int
-    #: Bytes of the machine's memory reserved for processes that have not taken them yet.
     promised_bytes: int
 
 
@@ -228,53 +224,51 @@ class LedgerView:
     """All reservations at one version of the ledger."""
 
     version: int
-    #: By device. The tuple of a device is the same object until its reservations change.
+    #: Reservations by device. The tuple of a device is the same object until its reservations change.
     by_device: Mapping[DeviceKey, tuple[Reservation, ...]]
-    #: Process by request id. Its memory is not foreign, whichever broker started it.
+    #: Process ids by request id. The memory of these processes is not foreign, whichever broker started them.
     processes: Mapping[str, int]
-    #: By request id: bytes of the process, where `processes` or the driver's figures cannot tell.
+    #: By request id: bytes of a process that cannot be found by its process id; see `Entry.held_bytes`.
     held_bytes: Mapping[str, Mapping[DeviceKey, int]]
-    #: By origin: requests that hold devices.
+    #: By broker (`Entry.origin`): number of requests that hold devices.
     holding: Mapping[str, int]
-    #: By device (the first, for a request on several): needs of the machine. A cluster adds them up by node.
+    #: Use of the host by device; a request on several devices counts at its first. A cluster adds them up by node.
     host_use: Mapping[DeviceKey, HostUse]
     #: See `Store.silent`.
     silent: frozenset[str] = frozenset()
-    #: Requests that hold devices and may be suspended for others.
+    #: Number of requests that hold devices and may be suspended for others.
     preemptible: int = 0
-    #: Monotonic seconds when a row was last read by which another process may have released a device.
+    #: Monotonic seconds when this process last read that another process has, or may have, released a device.
     freed_s: float = float("-inf")
-    #: This process, as `Entry.owner` names it.
+    #: Name of this process as in `Entry.owner`.
     owner: str = ""
 
     @property
     def tasks(self) -> int:
-        """Requests that hold devices."""
+        """Number of requests that hold devices."""
         return sum(self.holding.values())
 
     @property
     def host_promised_bytes(self) -> int:
-        """Bytes of the machine's memory reserved for processes that have not taken them yet."""
+        """Bytes of host memory reserved for task bodies that have not begun."""
         return sum(use.promised_bytes for use in self.host_use.values())
 
 
 class Subscription:
-    """Collects the changes to entries for one broker."""
+    """Changes to entries since one broker's last `Ledger.read`."""
 
     def __init__(self, number: int) -> None:
         #: Number of the broker in this process.
         self.number = number
-        #: By request id: the changed entry; `None`: it is gone.
+        #: Changed entries by request id; `None`: the request was removed.
         self.changes: dict[str, Entry | None] = {}
 
 
 class Ledger:
     """The entries of all requests. Safe to use from several threads. A fork of the process begins with an empty ledger.
 
-    Args:
-        open_store: Opens the store at the first use. Its `StoreError` is logged once, and the process shares nothing
-            until the store can be used again.
-        now: Returns monotonic seconds, of the clock that its brokers use.
+    `open_store` is called at the first use. Its `StoreError` is logged once, and the process shares nothing until the store
+    can be used again. `now` returns monotonic seconds of the brokers' clock.
     """
 
     def __init__(
@@ -295,21 +289,19 @@ class Ledger:
         #: Guards all attributes below. Only the store is called while it is held.
         self._lock = threading.RLock()
         self._store: Store | None = None
-        #: Why the store cannot be used; empty: it can.
+        #: Reason why the store cannot be used; empty: it can be used.
         self.problem = ""
-        #: Whether the last warning said that the store cannot be used.
+        #: Whether a warning said that the store cannot be used, and none since that it can.
         self._warned = False
         #: Monotonic seconds when the store is tried again.
         self._again_s = 0.0
         #: See `Store.silent`.
         self._silent: frozenset[str] = frozenset()
         self._entries: dict[str, Entry] = {}
-        #: By request id: the version at which its entry was written.
+        #: By request id: version at which the entry was written.
         self._changed: dict[str, int] = {}
-        #: Entries with reservations.
         self._holding: dict[str, Entry] = {}
         self._by_device: dict[DeviceKey, tuple[Reservation, ...]] = {}
-        #: See `LedgerView.host_use`.
         self._host_use: dict[DeviceKey, HostUse] = {}
         #: Number of the last row that was read or written.
         self._number = 0
@@ -317,13 +309,12 @@ class Ledger:
         self._base = 0
         #: Version at which the last reservation was added.
         self._promised = 0
-        #: See `LedgerView.freed_s`.
         self._freed_s = float("-inf")
         #: Number of times that the store was reopened because its files were replaced.
         self._opened = 0
-        #: Other processes have made changes, and the watchers were not called yet.
+        #: Whether other processes have made changes since the watchers were last called.
         self._news = False
-        #: Computed at most once for each change.
+        #: The current view; `None`: not computed since the last change.
         self._view: LedgerView | None = None
         self._numbers = itertools.count()
         self._subscriptions: list[Subscription] = []
@@ -334,8 +325,8 @@ class Ledger:
     def subscribe(self, changed: Callable[[], None]) -> Subscription:
         """Register a broker, and return its subscription.
 
-        `changed` is called from any thread, without locks, after every release, and when `poll` has found changes of
-        other processes.
+        `changed` is called by `announce`, on any thread and without locks: after releases and rewrites in this process, and
+        when `poll` has found changes of other processes.
         """
         with self._lock:
             subscription = Subscription(next(self._numbers))
@@ -346,7 +337,7 @@ class Ledger:
         return subscription
 
     def share(self, open_store: Callable[[], Store]) -> None:
-        """Share the ledger of this process with the processes that use another store."""
+        """Move the entries of this process to a shared store, and use that from now on; no effect on a shared ledger."""
         with self._lock:
             if self.shares:
                 return
@@ -370,12 +361,12 @@ class Ledger:
             return view, changes
 
     def beat(self) -> None:
-        """Send a heartbeat. Other processes do not wait for a process without heartbeats."""
+        """Send a heartbeat. Other processes do not wait for the requests of a process without heartbeats."""
         with self._lock:
             self._open().beat()
 
     def poll(self) -> None:
-        """Read new rows of other processes, and call the watchers if there were any since the last call."""
+        """Read new rows of other processes, and call the watchers if any came since the last call."""
         with self._lock:
             self._look()
             # Rows may have been read by a view, a write or another broker.
@@ -385,9 +376,9 @@ class Ledger:
         self.announce()
 
     def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
-        """Write changes and return `True`, if no reservation was added and none of the entries changed since `version`.
+        """Write changes decided on the view with `version`, set the owner of new entries, and return `True`.
 
-        `version` is that of the view on which the changes were decided. The owner of new entries is set here.
+        Return `False`, and write nothing, if a reservation was added or one of these entries has changed since that view.
         """
         with self._lock:
             # A new entry has no owner yet.
@@ -401,9 +392,9 @@ class Ledger:
     def rewrite(
         self, request_id: str, change: Callable[[Entry], Entry], announces: bool = True
     ) -> bool:
-        """Replace the entry of a request that does not wait for its first devices; return whether it has changed.
+        """Replace the entry of a placed or suspended request by `change(entry)`, and return whether the entry has changed.
 
-        The result of `change` reserves no more than the entry did. `announces`: the watchers are called.
+        `change` must not add reservations. `announces`: the watchers are called.
         """
         with self._lock:
             while True:
@@ -417,20 +408,20 @@ class Ledger:
         return True
 
     def announce(self) -> None:
-        """Call the watchers of this process: entries have changed."""
+        """Call the watchers of this process, since entries have changed."""
         with self._lock:
             watchers = list(self._watchers)
         for call in watchers:
             try:
                 call()
             except Exception:
-                # A broker may fail to start a thread; the others must still be called.
+                # One broker may fail to start a thread; the other brokers must still be called.
                 logger.exception(
                     "a broker of GPU devices could not take that the ledger has changed"
                 )
 
     def running(self) -> dict[str, Entry]:
-        """Return the entries of tasks that have devices or are suspended, of all processes, by request id."""
+        """Return the entries of placed and suspended requests of all processes, by request id."""
         with self._lock:
             self._look()
             return {i: entry for i, entry in self._entries.items() if entry.runs}
@@ -445,7 +436,7 @@ class Ledger:
         self.announce()
 
     def entry(self, request_id: str) -> Entry | None:
-        """Return the entry of a request; `None`: there is none."""
+        """Return the entry of a request; `None`: the ledger has none."""
         with self._lock:
             return self._entries.get(request_id)
 
@@ -456,7 +447,7 @@ class Ledger:
             try:
                 self._store = self._open_store()
                 self._read()
-                # There was no earlier view that this could differ from.
+                # There was no earlier view to differ from.
                 self._news = False
             except StoreError as error:
                 self._share_nothing(error)
@@ -464,7 +455,7 @@ class Ledger:
         return self._store
 
     def _look(self) -> Store:
-        """Read new rows of other processes, and which of them send no heartbeats."""
+        """Read new rows of other processes and update the owners without heartbeats; return the store."""
         if self.problem and self._now() >= self._again_s:
             self._share_again()
         if self._open().changed():
@@ -507,7 +498,7 @@ class Ledger:
             logger.warning("GPU tasks of other processes are seen again")
 
     def _open_anew(self, error: StoreReplacedError) -> None:
-        """Open the replacement of the store's files, and write the entries of this process to it."""
+        """Open a store again whose files were replaced, and write the entries of this process to it."""
         self._opened += 1
         if self._opened > MOST_OPENED:
             self._share_nothing(error)
@@ -518,7 +509,7 @@ class Ledger:
     def _write_all(self, mine: Mapping[str, Entry]) -> None:
         """Write the entries of this process to a store that does not have them."""
         while not self._write(mine, lambda row: False):
-            # After a failure the store is another one.
+            # A failed write has replaced the store by another one.
             pass
 
     def _leave(self) -> dict[str, Entry]:
@@ -553,7 +544,7 @@ class Ledger:
             self._share_nothing(error)
 
     def _write(self, changes: Changes, conflicts: Callable[[Row], bool]) -> bool:
-        """Write changes; return whether no row that others have written meanwhile conflicts."""
+        """Write changes; return `False` if a row written by others meanwhile conflicts, or the store fails."""
         store = self._open()
         rows = [
             Row(
@@ -584,13 +575,12 @@ class Ledger:
         return True
 
     def _promises(self, request_id: str, entry: Entry) -> bool:
-        """Return whether an entry reserves memory on a device where its request had none."""
+        """Return whether an entry adds a reservation on a device where its request had none."""
         before = self._holding.get(request_id)
         held = {r.device_key for r in before.reservations} if before is not None else set()
         return any(r.device_key not in held for r in entry.reservations)
 
     def _take(self, rows: Iterable[Row]) -> None:
-        """Apply rows of other processes."""
         assert self._store is not None
         # A process that has read nothing, or is far behind, gets only the last row of each request.
         left_out = not self._number
@@ -613,7 +603,7 @@ class Ledger:
             self._promised = self._base + self._number
 
     def _apply(self, request_id: str, entry: Entry | None, row: Row | None) -> None:
-        """Apply one change to the entries."""
+        """Apply a change of one entry to all attributes; without a row, the numbers of rows and versions stay."""
         if row is not None:
             self._number = row.number
             if row.promises:
@@ -640,7 +630,7 @@ class Ledger:
     def _list(
         self, request_id: str, before: Sequence[Reservation], held: Sequence[Reservation]
     ) -> None:
-        """Replace the reservations of a request in the lists of their devices."""
+        """Update `_by_device` for a request's earlier and current reservations."""
         if held == before:
             return
         for key in dict.fromkeys(r.device_key for r in (*before, *held)):
@@ -650,7 +640,7 @@ class Ledger:
                 self._by_device[key] = tuple(left)
 
     def _count(self, entry: Entry | None, sign: int) -> None:
-        """Add an entry to the needs of its machine (`sign` 1), or subtract it (-1)."""
+        """Add an entry to `_host_use` (`sign` 1), or subtract it (-1)."""
         if entry is None or not entry.reservations:
             return
         key = entry.reservations[0].device_key

@@ -1,7 +1,7 @@
 """The state machine of a broker: events go in, commands come out.
 
-`Machine.handle` takes one event and returns commands. Only this method changes the state, and the phase of a request
-(`phases`). It uses no thread, lock, clock, file or log: `broker` feeds it and carries out its commands.
+`Machine.handle` takes one event and returns commands. Only this method changes the state and the phases of requests
+(`phases`). A machine uses no thread, lock, clock, file or log: `broker` sends the events and carries out the commands.
 """
 
 from __future__ import annotations
@@ -23,32 +23,29 @@ from prefect_gpu.scheduling.model import Device, Reading, Reservation
 from prefect_gpu.scheduling.preemption import aged_priority
 from prefect_gpu.units import MIB
 
-#: Steps in bytes in which the memory of a process is written to the ledger, for flows in other containers.
+#: Bytes by which a process's memory must change to be written to the ledger again, for flows in other containers.
 HELD_STEP_BYTES = 64 * MIB
 
 
 class Machine:
-    """Devices and requests of one machine as one flow process knows them, and its decisions.
-
-    `devices` are all devices before the first reading.
-    """
+    """Makes the decisions of one broker about its machine's devices. `devices` are used until the first reading."""
 
     def __init__(
         self, settings: MachineSettings, devices: tuple[Device, ...], ledger: LedgerView
     ) -> None:
-        #: State that all may read, and only `handle` changes.
+        #: State of the machine, changed only by `handle`.
         self.known = MachineState(settings, devices, ledger)
-        #: Why the devices are lost for good; empty: they are not.
+        #: Reason why the devices are lost for good; empty: they are not lost.
         self.lost = ""
-        #: Something has changed that may let a request start.
+        #: Whether the state has changed so that a request may start.
         self.dirty = False
         #: Whether a watcher wants readings although no request needs them.
         self.watched = False
-        #: The reservations that `_note_neighbours` has seen.
+        #: By device: reservations at the last call of `_note_neighbours`.
         self._noted: dict[object, tuple[Reservation, ...]] = {}
-        #: A reading was requested for a pass, and has not arrived.
+        #: Whether a reading was requested for a pass and has not arrived.
         self._wants_reading = False
-        #: A pass waits for a reading that began at these monotonic seconds or later; `None`: none does.
+        #: A pass waits for a reading that began at these monotonic seconds or later; `None`: no pass waits.
         self._read_after_s: float | None = None
         self._commands: list[events.Command] = []
         self._now_s = 0.0
@@ -87,7 +84,7 @@ class Machine:
                 self._take_rows(ledger, changes)
             case events.LedgerChanged():
                 if self.known.waiting:
-                    # The last reading may show memory of a process that was just released elsewhere.
+                    # The last reading may include memory that another broker has just released.
                     self._do(events.ReadDevices())
                 self.dirty = True
             case events.Waits(since_s):
@@ -105,7 +102,7 @@ class Machine:
                     self._plan()
             case _:
                 assert_never(event)
-        # After an error: with the commands of the earlier event.
+        # If an earlier event raised an error, its commands are included.
         commands, self._commands = self._commands, []
         return commands
 
@@ -123,14 +120,14 @@ class Machine:
         self.dirty = True
 
     def _refuse(self, ticket: Ticket, error: PrefectGPUError) -> None:
-        """Remove a request that can never be placed from the queue, and give its ticket the error."""
+        """Remove an unplaceable request from the queue, and give its ticket the error."""
         self.known.remove(ticket)
         self.known.advance(ticket, Trigger.REJECTED)
         if ticket.phase is Phase.GONE:
             self._do(events.Decide(ticket, error=error))
             self._do(events.Release(ticket.request.id))
         else:
-            # Its process is suspended, and will be ended.
+            # The request has a suspended process, which will be ended.
             self._do(events.TellNoReturn(ticket, error))
 
     def _end(self, ticket: Ticket, trigger: Trigger) -> None:
@@ -144,14 +141,13 @@ class Machine:
         if ticket.phase is Phase.ENDING:
             known.recovery.begin(ticket, ticket.ended_s)
         else:
-            # No process ever came: no memory is missing.
+            # No process was started, so no memory is missing.
             placed = None if before is Phase.WAITING else ticket
             self._do(events.Release(request_id, placed, 0))
         # A request may have blocked others, also while it waited.
         self.dirty = True
 
     def _move(self, ticket: Ticket, step: Trigger, text: str) -> None:
-        """Note a step of a process's suspension."""
         known, now_s = self.known, self._now_s
         if step is Trigger.MOVING_IN:
             # The newest entry decides: see `take_entries`.
@@ -175,14 +171,14 @@ class Machine:
                 self._learn(ticket, budgets)
 
     def _learn(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Count a probe at its task's need, except on a cluster, where the node would refuse tasks beside it."""
+        """Lower a probe's reservations to its learned need, except on a cluster: the node would refuse tasks beside it."""
         placement = ticket.placement
         if placement is None or self.known.settings.remote:
             return
-        # The learned budget may be too little to resume with, so the probe is not suspended any more.
+        # The probe is not suspended from now on: the learned budget may be too small to resume with.
         ticket.may_leave = False
         if ticket.held_back or ticket.phase not in (Phase.PLACED, Phase.RUNNING):
-            # A process that is suspended, or about to be, resumes with its old reservation.
+            # A process resumes with the reservation that it had before its suspension.
             ticket.learned = budgets
             return
         names = {device.key: device.name for device in placement.devices}
@@ -254,7 +250,7 @@ class Machine:
             self._do(events.Release(ticket.request.id, ticket, ticket.missing_bytes))
 
     def _make_probes_leave(self) -> None:
-        """End or suspend own first runs on devices that run short of memory, according to the last reading."""
+        """End or suspend own probes on devices that are short of memory by the last reading."""
         known = self.known
         fixed = {i for i, ticket in known.placed.items() if not ticket.may_leave}
         asked = False
@@ -270,7 +266,7 @@ class Machine:
                 self._do(events.TellShort(probe, device))
 
     def _note_neighbours(self) -> None:
-        """Note the tasks that share a device. Devices without new reservations since the last call are skipped."""
+        """Add to own tickets the names of other tasks on their devices, where reservations have changed."""
         known = self.known
         for device in known.devices:
             held = known.ledger.by_device.get(device.key, ())
@@ -288,7 +284,7 @@ class Machine:
                         ticket.neighbours[name] = None
 
     def _write_held_bytes(self) -> None:
-        """Write memory of own processes to the ledger, where others cannot identify them by process id."""
+        """Write the memory of own processes to the ledger where other flows cannot find them by process id."""
         known = self.known
         if all(device.attributed for device in known.devices) and not known.ledger.held_bytes:
             return
@@ -311,7 +307,7 @@ class Machine:
         self._note_neighbours()
 
     def _take_queue(self, changes: Changes) -> None:
-        """Apply changes of requests without devices in the ledger to the queue."""
+        """Update the queue by changed ledger entries of requests without devices."""
         for request_id, entry in changes.items():
             own = self.known.own.get(request_id)
             if own is None:
@@ -320,7 +316,7 @@ class Machine:
                 self._take_own(own, entry)
 
     def _take_own(self, ticket: Ticket, entry: Entry) -> None:
-        """Note the entry of an own request without devices."""
+        """Update an own ticket by its request's ledger entry, which has no devices."""
         known = self.known
         if entry.phase is Phase.RELEASED and ticket.phase is not Phase.RELEASED:
             known.advance(ticket, Trigger.RELEASED)
@@ -329,10 +325,10 @@ class Machine:
             ticket.away_s = self._now_s
             if ticket.priority is None:
                 ticket.priority = entry.request.priority
-            # It is told to resume once it has a device.
+            # The process is told to resume once its request has a device.
             ticket.held_back = True
         elif ticket.request.id in known.waiting and not entry.held_back:
-            # Other brokers count how often they have passed it.
+            # Other brokers count how often they have placed later requests first.
             known.take_status(entry)
             return
         known.remove(ticket)
@@ -342,7 +338,7 @@ class Machine:
         self.dirty = True
 
     def _take_waits(self, since_s: float | None) -> None:
-        """Note whether the GPU task around this process waits, and write a change to its entry."""
+        """Note since when the GPU task that this process runs inside waits, and write a change to the task's entry."""
         known, around = self.known, self.known.settings.ancestors
         if around and (since_s is None) != (known.waits_since_s is None):
             self._do(events.Rewrite(around[-1], partial(replace, waits=since_s is not None)))
@@ -351,7 +347,7 @@ class Machine:
     # Decisions.
 
     def _schedule(self) -> None:
-        """Make one scheduling pass; without effect if nothing has changed."""
+        """If the state has changed, make a scheduling pass, or request the new reading that the pass needs."""
         if not self.dirty:
             return
         self.dirty = False
@@ -370,20 +366,19 @@ class Machine:
         self._sample()
 
     def _sample(self) -> None:
-        """Have the devices read at intervals while anything depends on readings."""
+        """Start or stop readings at intervals, which own requests and watchers need."""
         known = self.known
         self._do(events.SampleDevices(active=bool(known.own or self.watched)))
 
     def _want_reading(self) -> None:
-        """Ask for a reading for a pass, unless one is already requested."""
         if not self._wants_reading:
             self._do(events.ReadDevices())
             self._wants_reading = True
 
     def _is_outdated(self, reading: Reading) -> bool:
-        """Return whether a reading may show memory as taken that another process has released since."""
-        # A pass on it would give the rest of a device to a small request, although the large one before it fits. A
-        # reading that began after the release which put the pass off is enough: others release memory all the time.
+        """Return whether a reading may show memory as used that another process has released since."""
+        # A pass on such a reading would give the rest of a device to a small request although an earlier large one fits.
+        # The pass waits for a reading after the first such release only: others release memory all the time.
         freed_s = self.known.ledger.freed_s
         if self._read_after_s is None and reading.at_s < freed_s:
             self._read_after_s = freed_s
@@ -402,7 +397,7 @@ class Machine:
             self._carry_out(plan)
 
     def _carry_out(self, plan: Plan) -> None:
-        """Apply a plan, once it is in the ledger."""
+        """Apply a plan to the state, after its changes were written to the ledger."""
         known = self.known
         reading = known.view.reading
         assert reading is not None
@@ -430,7 +425,7 @@ class Machine:
         self._sample()
 
     def _ask_for_memory(self) -> None:
-        """Tell tickets to suspend their processes, for a person or another request, or to resume them."""
+        """Tell own tickets, by the wishes in the ledger, that their processes are to be suspended or may resume."""
         known = self.known
         if known.settings.remote:
             # There may be tens of thousands of tickets, and no task of a cluster is suspended.
@@ -449,14 +444,14 @@ class Machine:
         if wish is not None and wish.request_id is not None:
             asker = known.entries.get(wish.request_id)
             if asker is None or asker.reservations or asker.owner in known.ledger.silent:
-                # The asker waits no longer, has found another device, or its flow was stopped.
+                # The asking request was removed or placed, or its flow was stopped.
                 self._do(events.Rewrite(request_id, partial(preempting.withdraw, wish=wish)))
                 return
             ticket.held_back_for = f"task {asker.request.task_name!r}"
         elif wish is not None:
             ticket.held_back_for = BY_HAND if wish.by is Wisher.PERSON else FOR_FIRST_RUNS
         away = wish is not None
-        # A process that has just left its device resumes once it has a device again.
+        # A process without a device resumes once its request has one again.
         if (away or entry.reservations) and away != ticket.held_back:
             ticket.held_back = away
             self._do(events.TellHeldBack(ticket, away))
@@ -466,7 +461,7 @@ class Machine:
             self._do(events.Rewrite(request_id, change))
 
     def _age(self, ticket: Ticket, away_s: float) -> None:
-        """Raise the priority of a suspended process that has waited long to resume."""
+        """Raise a request's priority if its suspended process has waited long for a device (`away_s`)."""
         assert ticket.priority is not None
         queue = self.known.queue
         priority = aged_priority(replace(ticket.request, priority=ticket.priority), away_s)

@@ -1,7 +1,7 @@
-"""Devices of a machine and requests for them, as one flow process knows them.
+"""Devices of a machine and requests for them, as one broker knows them.
 
-`machine` changes the state, event by event; `planning` decides on it. It has own requests by phase, requests of other
-flows and the ledger as last read, from which it computes device states and the host resources left. Pure.
+`machine` changes the state, event by event; `planning` makes decisions on it. The state has the broker's own requests by
+phase, requests of other brokers, and the ledger as last read; device states and free host resources are computed. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect_gpu.scheduling.scheduling_pass import ClusterState, HostState, Requ
 
 @dataclass(frozen=True, slots=True)
 class MachineSettings:
-    """Constants of a machine; see `Broker`."""
+    """Constants of a machine. Fields without a comment are arguments of `Broker`."""
 
     kind: DeviceKind
     style: PlacementStyle
@@ -42,16 +42,18 @@ class MachineSettings:
     preempts: bool
     around: tuple[Reservation, ...]
     ancestors: tuple[str, ...]
-    #: The devices are those of a cluster's nodes, whose own brokers know the processes there.
+    #: Whether the devices are on the nodes of a cluster, whose own brokers know the processes there.
     remote: bool
-    #: Process id of this process.
     own_pid: int
     #: Number of the broker in this process, for the ledger.
     broker: int
 
 
 class MachineState:
-    """Current requests, devices and ledger. `devices` are all devices before the first reading."""
+    """Requests, devices and ledger as one broker knows them. An *own* request was submitted to this broker.
+
+    `devices` are used until the first reading.
+    """
 
     def __init__(
         self, settings: MachineSettings, devices: tuple[Device, ...], ledger: LedgerView
@@ -59,7 +61,7 @@ class MachineState:
         self.settings = settings
         #: Waiting requests of this broker, and of other brokers for the same devices.
         self.queue = RequestQueue()
-        # Own requests by id: all that are not gone, those in the queue, and those with devices and no ended process.
+        # Own requests by id: all except gone ones; in the queue; with devices and no ended process.
         self.own: dict[str, Ticket] = {}
         self.waiting: dict[str, Ticket] = {}
         self.placed: dict[str, Ticket] = {}
@@ -67,40 +69,37 @@ class MachineState:
         self.unwritten: dict[str, Request] = {}
         #: By request id: requests of other brokers in the queue.
         self.elsewhere: dict[str, Request] = {}
-        #: By origin: process limit of another broker, and monotonic seconds since when its requests seem to fit and do
-        #: not start.
+        #: By broker (`Entry.origin`): process limit; monotonic seconds since when requests seem to fit but do not start.
         self.most_processes: dict[str, int] = {}
         self.passive_s: dict[str, float] = {}
         #: Own requests whose process has ended.
         self.recovery = RecoveryWatch()
-        #: The ledger as last read, all its entries, and the entries of tasks with devices or suspended.
+        #: The ledger as last read, all its entries, and the entries of placed and suspended requests.
         self.ledger = ledger
         self.entries: dict[str, Entry] = {}
         self.running: dict[str, Entry] = {}
         self.view = DeviceView(
             devices, settings.kind, settings.headroom_bytes, settings.around, settings.own_pid
         )
-        #: Request about to be refused as hopeless, and the time of the reading that first showed it.
+        #: Id of a request to be refused as hopeless (see `nested`), and time of the first reading that showed this.
         self.hopeless: tuple[str, float] | None = None
-        #: Monotonic seconds since when the task around this process waits for tasks that it submitted; `None`: it runs.
+        #: Monotonic seconds since when the GPU task that this process runs inside waits for its tasks; `None`: no wait.
         self.waits_since_s: float | None = None
         self.set_devices(devices)
 
     def set_devices(self, devices: tuple[Device, ...]) -> None:
-        """Replace the devices."""
-        #: Devices of the last good reading, on which tasks may be placed.
+        """Replace the devices on which tasks may be placed."""
         self.devices = devices
-        #: Node by device.
         self.node_of = {device.key: device.host for device in devices}
-        #: Keys of the devices, which the entries of all requests for any device share.
+        #: Keys of the devices: one object, shared by the entries of all requests for any device.
         self.device_keys: tuple[DeviceKey, ...] = tuple(self.node_of)
 
     def states(self, ledger: LedgerView | None = None) -> list[DeviceState]:
-        """Return the device states at the last reading, less the reservations of a ledger (`None`: the current one)."""
+        """Return the device states by the last reading and the reservations in `ledger` (`None`: as last read)."""
         return self.view.states(ledger or self.ledger, self.placed, self.recovery.ending.values())
 
     def host_state(self, reading: Reading) -> HostState | ClusterState:
-        """Return the resources left for processes of the machine, or of each node of a cluster."""
+        """Return the host resources left for new processes, on the machine or on each node of a cluster."""
         most = self.settings.max_processes
         if not reading.nodes:
             return HostState(
@@ -129,7 +128,7 @@ class MachineState:
         return ClusterState(nodes, len(self.placed), most)
 
     def entry_of(self, request: Request) -> Entry:
-        """Return the ledger's entry of an own request that is not in the ledger yet."""
+        """Return a first ledger entry for an own request."""
         keys, named = self.device_keys, tuple[str, ...]()
         if request.devices or request.nodes:
             states = [DeviceState(DeviceSnapshot(each, 0.0, 0), 0, 0, 0) for each in self.devices]
@@ -147,7 +146,7 @@ class MachineState:
     # The queue.
 
     def advance(self, ticket: Ticket, trigger: Trigger) -> Phase:
-        """Change the phase of an own request, and return its earlier phase."""
+        """Change the phase of an own request by a trigger, and return the earlier phase."""
         before, request_id = ticket.phase, ticket.request.id
         ticket.phase = next_phase(before, trigger, ticket.triggers)
         ticket.triggers.append(trigger)
@@ -165,7 +164,7 @@ class MachineState:
         self.queue.add(ticket.request)
 
     def take_entries(self, changes: Mapping[str, Entry | None]) -> dict[str, Entry | None]:
-        """Apply changes of entries; return those of requests that wait now, or waited before (`None`)."""
+        """Apply changed entries; return by request id the entries without devices (`None`: no longer in the queue)."""
         of_queue: dict[str, Entry | None] = {}
         for request_id, entry in changes.items():
             before = self.entries.pop(request_id, None)
@@ -184,7 +183,7 @@ class MachineState:
         return of_queue
 
     def take_elsewhere(self, request_id: str, entry: Entry | None) -> None:
-        """Note that a request of another broker waits; `None`: it waits no longer."""
+        """Add or replace a waiting request of another broker in the queue; without an entry, remove the request."""
         known = self.elsewhere.pop(request_id, None)
         if known is not None:
             self.queue.remove(known)
@@ -198,14 +197,14 @@ class MachineState:
             self.most_processes[request.origin] = entry.max_processes
 
     def take_status(self, entry: Entry) -> None:
-        """Copy a waiting request's status from its entry: how many later requests overtook it, and the devices reserved for it."""
+        """Copy a request's status to the queue: how often later requests were placed first, and the devices kept for it."""
         if entry.status != BlockedStatus():
             self.queue.statuses[entry.request.id] = entry.status
 
     def _seen_from_here(self, entry: Entry) -> Request | None:
-        """Return another broker's request, restricted to own devices; `None`: it uses none of them."""
+        """Return another broker's request, restricted to this broker's devices; `None`: it does not compete for them."""
         if entry.held_back:
-            # A suspended process that does not ask to resume.
+            # A person has suspended the process: it does not ask to resume.
             return None
         usable = set(entry.devices)
         shared = [device.uuid for device in self.devices if device.key in usable]

@@ -11,25 +11,24 @@
                                  released ▼ │ placed
                                         RELEASED
 
-A request waits in the queue, is placed on devices, and its process starts. When the process has ended, the devices stay
-reserved until they show its memory back. A request that is withdrawn or rejected before it has a process is gone at once.
+A request waits in the queue, is placed on devices, and its process starts. After the end of the process, its devices stay
+reserved until its memory is free. A request that is withdrawn or rejected before it has a process is gone at once.
 
 A process is suspended in steps, which its suspension's thread reports. While its memory is on the host, its devices are
-still reserved (AWAY): it may resume there, or they are released, for one waiting request or for all. Then its request
-(RELEASED) returns to the queue, and is placed again.
+still reserved (AWAY). Either the process resumes there, or the devices are released, for one waiting request or for all;
+then its own request (RELEASED) returns to the queue and is placed again.
 
-Who wants a process suspended is its `Wish`, data beside the phase: another request, a person, or the first runs on its
-device. A wish is set and removed at any time, by every process of the machine, and alone changes no phase: the process
-leaves while there is a wish, and resumes while there is none. A person's wish also keeps a released request out of the
-queue.
+A `Wish` says who wants a process suspended: another request, a person, or the first runs on its device. Any process of the
+machine may set and remove a wish at any time. A wish does not change the phase by itself: the process is suspended while
+there is a wish, and resumes while there is none. A person's wish also keeps a RELEASED request out of the queue.
 
-An own request has its phase in its `Ticket`, which `Machine.handle` changes. The phase in the ledger's `Entry` follows:
-`preempting` and `planning` make it for the machine. Two steps go from the ledger to the ticket, since the newest entry
-decides on them: another request's broker releases devices, and a process begins to resume. ENDING and GONE are phases of
-a ticket alone: the entry stays as it is until it is removed.
+`Machine.handle` changes the phase in the `Ticket` of an own request. The phase in the ledger's `Entry` follows, by
+`preempting` and `planning`. Two steps go from the entry to the ticket, since the newest entry decides on them: another
+broker releases the devices, and a process begins to resume. Entries have no phases ENDING and GONE: an entry stays
+unchanged until its removal.
 
-Threads and processes race, so some triggers come late. They have rows that keep the phase: a second end, steps of a
-suspension whose process has ended, a report that the memory is on the host after the devices were released.
+Threads and processes race, so some triggers come late, and the table keeps the phase: a second end, steps of a suspension
+after the process has ended, a report that the memory is on the host after the devices were released.
 
 Not here: the order of tasks whose inputs are computed (`runner.engine_threads`), and phases of a process
 (`runner.process_run`).
@@ -47,9 +46,9 @@ from prefect_gpu.errors import ProtocolError
 class Phase(Enum):
     """The phases of a request."""
 
-    #: In the queue, without devices and without a process.
+    #: In the queue, without devices or a process.
     WAITING = "waiting"
-    #: It has devices, and no process yet.
+    #: It has devices, but no process yet.
     PLACED = "placed"
     #: Its process has started, and its memory is on its devices.
     RUNNING = "running"
@@ -61,9 +60,9 @@ class Phase(Enum):
     RELEASED = "released"
     #: The memory of its process is being moved back.
     RETURNING = "returning"
-    #: Its process has ended, and the memory may not be back.
+    #: Its process has ended, and the process's memory may not be free yet.
     ENDING = "ending"
-    #: Nothing is reserved for it any more, or ever was.
+    #: The last phase: nothing is reserved for the request.
     GONE = "gone"
 
 
@@ -71,20 +70,20 @@ class Trigger(Enum):
     """Events that change the phase of a request. Steps of a suspension have the values of `suspension.suspended.Stage`."""
 
     PLACED = "placed"
-    #: It can never be placed.
+    #: The request can never be placed.
     REJECTED = "rejected"
     #: Withdrawn before its placement was known.
     WITHDRAWN = "withdrawn"
     STARTED = "started"
-    #: Its process has ended, or never started.
+    #: The process has ended, or never started.
     ENDED = "ended"
-    #: The memory is back on its devices, or was given up.
+    #: The memory of the ended process is free, or is no longer waited for.
     RECOVERED = "recovered"
     #: The process could not be suspended.
     NOT_MOVED = "refused"
     MOVING_OUT = "moving out"
     MOVED_OUT = "away"
-    #: Its devices were released while it was suspended.
+    #: The devices of a suspended process were released.
     RELEASED = "released"
     MOVING_IN = "moving in"
     MOVED_IN = "running"
@@ -99,7 +98,7 @@ TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
         Trigger.PLACED: Phase.PLACED,
         Trigger.REJECTED: Phase.GONE,
         Trigger.WITHDRAWN: Phase.GONE,
-        # The end of a process that never was.
+        # A process has ended that never started.
         Trigger.ENDED: Phase.WAITING,
     },
     Phase.PLACED: {
@@ -116,13 +115,13 @@ TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
     },
     Phase.LEAVING: {
         Trigger.NOT_MOVED: Phase.RUNNING,
-        # The driver refused, and the process was asked again meanwhile.
+        # The driver refused, and meanwhile another suspension was requested.
         Trigger.MOVING_OUT: Phase.LEAVING,
         Trigger.MOVED_OUT: Phase.AWAY,
         Trigger.ENDED: Phase.ENDING,
     },
     Phase.AWAY: {
-        # Its device has no room for it yet.
+        # The device has no room for the process yet.
         Trigger.MOVED_OUT: Phase.AWAY,
         Trigger.RELEASED: Phase.RELEASED,
         Trigger.MOVING_IN: Phase.RETURNING,
@@ -131,12 +130,12 @@ TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
     Phase.RELEASED: {
         Trigger.PLACED: Phase.AWAY,
         Trigger.REJECTED: Phase.RELEASED,
-        # Its devices were released while its thread looked for room there.
+        # The devices were released while the suspension's thread looked for room there.
         Trigger.MOVED_OUT: Phase.RELEASED,
         Trigger.ENDED: Phase.ENDING,
     },
     Phase.RETURNING: {
-        # The room was taken before the driver was called.
+        # Others took the free memory before the driver was called.
         Trigger.MOVED_OUT: Phase.AWAY,
         Trigger.MOVED_IN: Phase.RUNNING,
         Trigger.ENDED: Phase.ENDING,
@@ -150,11 +149,11 @@ WITH_DEVICES = frozenset({Phase.PLACED, Phase.RUNNING, Phase.LEAVING, Phase.AWAY
 
 
 class IllegalTransition(ProtocolError):  # noqa: N818  # as CPython's and h11's
-    """An event came in a phase in which it cannot come."""
+    """A trigger came in a phase in which it is illegal."""
 
 
 def next_phase(phase: Phase, trigger: Trigger, before: Iterable[Trigger] = ()) -> Phase:
-    """Return the phase after a trigger; `before` are the last ones of the request, for the error."""
+    """Return the phase after a trigger; raise `IllegalTransition`, with the earlier triggers `before`, if there is none."""
     found = TRANSITIONS[phase].get(trigger)
     if found is None:
         past = ", ".join(each.value for each in before)
@@ -172,10 +171,10 @@ class Wisher(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """That a request's process is suspended."""
+    """A wish that a request's process is suspended."""
 
     by: Wisher
-    #: Id of the waiting request that is to get the devices; `None`: it is not the wish of a request.
+    #: Id of the waiting request that is to get the devices; `None`: no request has this wish.
     request_id: str | None = None
-    #: Once the process is suspended, its devices are released for all requests.
+    #: Whether the devices are released for all requests once the process is suspended.
     shared: bool = False

@@ -1,6 +1,6 @@
-"""One pass over the queue: requests to place or refuse, and tasks to suspend for others.
+"""One scheduling pass over the queue: requests to place or refuse, and tasks to suspend for waiting requests.
 
-`make_plan` decides on a `MachineState` by the rules of `scheduling`; its plan is to be written into the ledger, all or
+`make_plan` applies the rules of `scheduling` to a `MachineState`. Its plan is to be written into the ledger, all or
 nothing. Pure.
 """
 
@@ -29,29 +29,29 @@ from prefect_gpu.scheduling.scheduling_pass import (
     decide,
 )
 
-#: Seconds after which requests of another broker count as blocked although they seem to fit: it may have unknown limits.
+#: Seconds after which another broker's requests that seem to fit count as blocked: that broker may have unknown limits.
 PASSIVE_S = 2.0
 
-#: Seconds for which a placed task counts as taking a ready standby on its node. After that the node's own number is
-#: without it: the task has been sent there, and a reading has come.
+#: Seconds for which a placed task counts as using a ready standby process on its node. After that the node's own number
+#: excludes the standby: the task has been sent there, and a reading has come.
 STANDBY_TAKEN_S = 1.0
 
 #: Most waiting requests in one pass for which tasks may be suspended.
 MOST_BLOCKED = 32
 
-#: Seconds for which a request must be hopeless before it is refused: ended processes still release memory, and other
-#: flows still write to the ledger.
+#: Seconds for which a request must be hopeless (see `nested`) before it is refused: ended processes may still release
+#: memory, and other flows may still write to the ledger.
 HOPELESS_S = 1.0
 
-#: Own requests that a pass places.
+#: Own requests that a pass places, with their placements.
 Made: TypeAlias = tuple[tuple[Request, Placement], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decisions of one pass."""
+    """Decisions of one scheduling pass."""
 
-    #: Version of the ledger on which they were made.
+    #: Version of the ledger on which the decisions were made.
     version: int
     #: Entries to write into the ledger, by request id.
     changes: Mapping[str, Entry]
@@ -59,19 +59,16 @@ class Plan:
     refusals: tuple[tuple[Request, PlacementError], ...]
     #: New statuses of blocked requests, by id.
     statuses: Mapping[str, BlockedStatus]
-    #: `changes` has entries of running tasks, which other brokers of this process must learn.
+    #: Whether `changes` has entries of running tasks, which other brokers of this process must learn.
     suspends: bool
-    #: Another pass is needed once this plan is written.
+    #: Whether another pass is needed once this plan is written.
     again: bool
-    #: By device: bytes of other people's processes.
+    #: By device: bytes held by processes of other programs.
     foreign_bytes: Mapping[DeviceKey, int]
 
 
 def make_plan(known: MachineState, reading: Reading, now_s: float) -> Plan:
-    """Return the decisions of one pass on a good last reading.
-
-    It notes in `known` requests of other brokers that should start, and hopeless ones.
-    """
+    """Return the decisions of one pass by the last good reading; update `known.passive_s` and `known.hopeless`."""
     states, host = known.states(), known.host_state(reading)
     decisions = _decide(known, reading, states, host, now_s)
     made = tuple((r, placement) for r, placement in decisions.placements if not r.origin)
@@ -98,7 +95,7 @@ def _decide(
     host: HostState | ClusterState,
     now_s: float,
 ) -> Decisions:
-    """Decide which requests start, and which never can."""
+    """Return the requests to place, and the requests to refuse since they can never be placed."""
     board = _board(known, states, known.queue.least_bytes, _ready_standbys(known, reading, now_s))
     passive = frozenset(o for o, since_s in known.passive_s.items() if now_s - since_s > PASSIVE_S)
     slots = _process_slots(known, passive, now_s)
@@ -106,7 +103,7 @@ def _decide(
     decisions = decide(known.queue, board, host, patience, now_s, slots, passive)
     if known.settings.ancestors:
         decisions = _rescue(known, reading, decisions, board, host, now_s)
-    # Other brokers whose requests were placed should start them soon.
+    # Other brokers should soon start the requests that this pass has placed for them.
     could = {request.origin for request, _ in decisions.placements if request.origin}
     known.passive_s = {
         origin: known.passive_s.get(origin, now_s)
@@ -134,7 +131,7 @@ def _board(
 
 
 def _process_slots(known: MachineState, passive: Collection[str], now_s: float) -> dict[str, int]:
-    """Return how many processes each other broker may start: none if it is silent, or was passive for too long."""
+    """Return how many processes each other broker may start; 0: the broker is silent, or was passive for too long."""
     most_s = known.settings.patience.wait_s
     return {
         origin: 0
@@ -148,7 +145,7 @@ def _process_slots(known: MachineState, passive: Collection[str], now_s: float) 
 def _ready_standbys(
     known: MachineState, reading: Reading, now_s: float
 ) -> Mapping[str, Mapping[str, int]]:
-    """Return the number of standbys that wait for a task in a cluster, by kind and node."""
+    """Return the number of ready standby processes in a cluster, by kind and node."""
     ready: dict[str, Counter[str]] = {}
     for name, node in reading.nodes.items():
         for kind, count in node.standbys.items():
@@ -170,10 +167,10 @@ def _rescue(
     host: HostState | ClusterState,
     now_s: float,
 ) -> Decisions:
-    """Decide on requests that wait for memory of tasks that wait for them; see `nested`."""
+    """Add decisions on requests made inside tasks that hold memory and wait for the requests; see `nested`."""
     settings, since_s = known.settings, known.waits_since_s
     if since_s is None or reading.at_s < since_s or host.full:
-        # An older reading does not show the current memory of the task around this process.
+        # An older reading does not show the current memory of the task that this process runs inside.
         return decisions
     holders = {i: Holder(e.request.ancestors, e.waits) for i, e in known.running.items()}
     for at, request_id in enumerate(settings.ancestors):
@@ -183,7 +180,7 @@ def _rescue(
     decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
     waiting = [r for r in known.queue if r.ancestors and r.id not in decided]
     if not all(holder.waits for holder in holders.values()):
-        # Running tasks may release own memory of the machine.
+        # Running tasks may release host memory.
         waiting = [r for r in waiting if r.origin or not host.refuses(r, "")]
     scene = Scene(board.states, holders, known.view.measured)
     found = rescue(waiting, scene, settings.style, settings.max_tasks_per_device, now_s)
@@ -206,8 +203,8 @@ def _preempt(
     host: HostState | ClusterState,
     now_s: float,
 ) -> tuple[Mapping[str, Entry], Made, bool]:
-    """Return entries of tasks to suspend for waiting requests, all placements, and whether another pass is needed."""
-    # The placements include requests for which tasks have left their devices; another pass may place more of them.
+    """Return entries of tasks to suspend for waiting requests, all own placements, and whether another pass is needed."""
+    # The placements include a request for which tasks were suspended; another pass may place more such requests.
     settings = known.settings
     hosts = (
         dict.fromkeys(known.node_of.values(), host) if isinstance(host, HostState) else host.nodes
@@ -218,7 +215,8 @@ def _preempt(
         for r in known.queue
         if r.id not in decided and not all(each.refuses(r) for each in hosts.values())
     )
-    # The tasks around this process wait for it, and lent memory is not free for others.
+    # Not suspended: tasks that this process runs inside, which wait for it, and tasks with borrowed memory, which
+    # would not be free for others.
     entries = {
         i: e
         for i, e in known.running.items()
@@ -245,7 +243,7 @@ def _preempt(
     )
     changes = dict(found.changes)
     if decisions.placements:
-        # The memory that they have left is known once these placements are written.
+        # The memory left by suspended tasks is known once these placements are written.
         return changes, made, bool(found.ready and made)
     for plan, left in found.ready[:1]:
         gone = {
@@ -276,7 +274,7 @@ def _changes(
         entry = changes.get(request_id) or known.entries.get(request_id)
         if entry is None or entry.status == status:
             continue
-        # Only a request's own broker keeps devices for it.
+        # Only a request's own broker keeps devices for the request.
         if request_id in known.waiting or entry.status.passed < status.passed:
             changes[request_id] = replace(entry, status=status)
     for request, placement in made:
@@ -284,7 +282,7 @@ def _changes(
         entry = entry or known.entry_of(request)
         keys = [reservation.device_key for reservation in placement.reservations]
         if entry.devices is not known.device_keys and not set(keys) <= set(entry.devices):
-            # The devices came after the request.
+            # These devices came after the request was submitted.
             entry = replace(entry, devices=tuple(dict.fromkeys((*entry.devices, *keys))))
         changes[request.id] = replace(
             entry,

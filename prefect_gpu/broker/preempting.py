@@ -1,9 +1,9 @@
-"""Changes of entries in the ledger: processes that start, tasks that are suspended, for others or for a person.
+"""Changes of ledger entries when a process starts, is suspended (for a request or a person), or resumes. Pure.
 
-A task that is asked for its memory keeps its reservation until all tasks that are suspended for the same request are
-away. Then one write gives the devices to that request, so no other request can take them, and none of the tasks returns
-too early. `scheduling.preemption` chooses the tasks anew in each pass; a task in no plan any more is no longer asked.
-`phases` has the phases of an entry. Pure.
+A task to be suspended keeps its reservation until all tasks suspended for the same request are away. Then one write gives
+all their devices to that request, so that no other request takes them, and no task resumes too early.
+`scheduling.preemption` chooses the tasks anew in each pass; a task that is in no plan any more loses the request's wish.
+`phases` has the phases of an entry.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect_gpu.scheduling.preemption import REST_S, Plan, Running, plan
 #: Seconds after which a task that could not be suspended may be asked again: it may hold memory by then.
 ASK_AGAIN_S = 10.0
 
-#: Seconds without a suspension for another request, after a step.
+#: By step of a suspension: seconds from then without a suspension for another request.
 _RESTS_S = {
     Trigger.NOT_MOVED: ASK_AGAIN_S,
     Trigger.MOVING_IN: REST_S,
@@ -38,12 +38,11 @@ MOST_GPUS = 4
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """Entries to write about tasks that are suspended for others."""
+    """Ledger entries, by request id, by which tasks are suspended for waiting requests."""
 
-    #: Entries by request id.
     changes: Mapping[str, Entry]
-    #: Plans of own requests whose tasks are all away, so that the request can be placed, each with the entries of these
-    #: tasks without their devices.
+    #: Plans of own requests that can be placed, since all tasks of the plan are away. Each plan comes with the entries of
+    #: these tasks without their devices.
     ready: Sequence[tuple[Plan, Mapping[str, Entry]]]
 
 
@@ -59,11 +58,11 @@ def preempt(
     silent: Collection[str] = (),
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> Preemption:
-    """Return the changes to running tasks for waiting requests; for other arguments see `scheduling.preemption.plan`.
+    """Return entries that suspend or no longer suspend tasks for waiting requests; see `scheduling.preemption.plan`.
 
-    Own requests in `blocked` have no origin, and `waiting` has the ids of all own requests in the queue. `entries` are all
-    tasks that have devices, `silent` the owners without heartbeats, whose tasks are not suspended. `measured_bytes`
-    returns the bytes that the process of a request holds on a device.
+    Own requests in `blocked` have no origin; `waiting` has the ids of all own requests in the queue. `entries` are all
+    tasks with devices. Tasks of `silent` owners (without heartbeats) are not suspended. `measured_bytes` returns the
+    bytes that the process of a request holds on a device.
     """
     devices = {state.device.key: state.device for state in states}
     running = {
@@ -100,31 +99,31 @@ def preempt(
             continue
         if asked_by in plans and request_id in plans[asked_by].suspended:
             continue
-        # A device that does not answer for a moment is in no plan, which is no reason to resume a task on it.
+        # A device that does not answer for a moment is in no plan. A task on that device is not resumed for this.
         if not any(each.device_key in quiet for each in entry.reservations):
             changes[request_id] = replace(entry, wish=None)
     return Preemption(changes, ready)
 
 
 def start(entry: Entry, pid: int) -> Entry:
-    """Return the entry of a request whose process has started, in place of an earlier one."""
+    """Return the entry with the process id of a process that has started, perhaps in place of an ended standby."""
     return replace(entry, phase=next_phase(entry.phase, Trigger.STARTED), pid=pid)
 
 
 def lower(entry: Entry, reservations: tuple[Reservation, ...]) -> Entry:
-    """Return the entry with smaller reservations, if it still holds the same devices."""
+    """Return the entry with smaller reservations; unchanged if it has other devices now."""
     keys = [each.device_key for each in reservations]
     same = keys == [each.device_key for each in entry.reservations]
     return replace(entry, reservations=reservations) if same else entry
 
 
 def hold_back(entry: Entry, away: bool, shared: bool = False) -> Entry:
-    """Return the entry of a task that a person wants suspended (`away`), or no longer.
+    """Return the entry with a person's wish to suspend the process (`away`), or without that wish.
 
-    `shared`: other requests may get the memory that a suspension frees.
+    `shared`: other requests may get the memory that the suspension frees.
     """
     wish = None if entry.held_back else entry.wish
-    # The request needs a new answer: an earlier refusal is removed.
+    # The wish needs a new answer, so the text of an earlier refusal is removed.
     told = "" if entry.phase is Phase.RUNNING else entry.suspension
     return replace(
         entry, wish=Wish(Wisher.PERSON, shared=shared) if away else wish, suspension=told
@@ -132,19 +131,19 @@ def hold_back(entry: Entry, away: bool, shared: bool = False) -> Entry:
 
 
 def ask_to_leave(entry: Entry) -> Entry:
-    """Return the entry of a first run that is to be suspended for the first runs on its one device."""
+    """Return the entry of a first run with the wish to suspend it for other first runs on its one device."""
     if entry.wish is not None or entry.phase is not Phase.RUNNING:
         return entry
     return replace(entry, wish=Wish(Wisher.FIRST_RUNS, shared=True))
 
 
 def withdraw(entry: Entry, wish: Wish) -> Entry:
-    """Return the entry without a wish, if it has no newer one."""
+    """Return the entry without `wish`; unchanged if it has another wish now."""
     return replace(entry, wish=None) if entry.wish == wish else entry
 
 
 def move(entry: Entry, step: Trigger, text: str, now_s: float) -> Entry:
-    """Return the entry after a step of its process's suspension."""
+    """Return the entry after a step of the suspension of its process."""
     return replace(
         entry,
         phase=next_phase(entry.phase, step),
@@ -155,10 +154,7 @@ def move(entry: Entry, step: Trigger, text: str, now_s: float) -> Entry:
 
 
 def resume(entry: Entry, keys: tuple[DeviceKey, ...], text: str, now_s: float) -> Entry:
-    """Return the entry of a suspended process that begins to resume on the devices `keys`.
-
-    The entry stays as it is if other devices are reserved for the request, or a suspension is wanted.
-    """
+    """Return the entry of a process that begins to resume on `keys`; unchanged if it has other devices or a wish."""
     reserved = keys == tuple(each.device_key for each in entry.reservations)
     if not reserved or entry.wish is not None:
         return entry
@@ -166,10 +162,10 @@ def resume(entry: Entry, keys: tuple[DeviceKey, ...], text: str, now_s: float) -
 
 
 def share(entry: Entry, wish: Wish, devices: Mapping[DeviceKey, Device], now_s: float) -> Entry:
-    """Return the entry of a suspended task whose one device is released for all requests; `wish` is not newer.
+    """Return the entry of a suspended task with its one device released for all requests; unchanged if `wish` is outdated.
 
-    A task keeps its device if that is missing from `devices`: no other device is known on which it could resume. A first
-    run asks for its cap, which its framework respects, as a task with a budget does. So others cannot take its room again.
+    A task keeps a device that is missing from `devices`: no other device is known on which the task could resume. A first
+    run then asks for its cap as a budget; its framework respects the cap. So others cannot take its room again.
     """
     if entry.wish != wish:
         return entry
@@ -238,7 +234,7 @@ def _can_move(device: Device) -> bool:
 
 
 def _release(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool = False) -> Entry:
-    """Return the entry of a suspended task without its one device; `moved`: its return is placed first."""
+    """Return the entry of a suspended task without its one device; `moved`: its request to resume is placed first."""
     (own,) = entry.reservations
     request = replace(
         entry.request,
@@ -249,7 +245,7 @@ def _release(entry: Entry, homes: Iterable[DeviceKey], now_s: float, moved: bool
         count=1,
         devices=tuple(uuid for _, uuid in homes),
         nodes=(),
-        # It runs already, and its body has its host memory.
+        # The process exists, and its body has its host memory.
         host_bytes=0,
         expected_s=None if own.ends_s is None else max(0.0, own.ends_s - now_s),
         submitted_s=now_s,

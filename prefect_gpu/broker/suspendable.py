@@ -1,7 +1,7 @@
-"""The process of a task for the thread that suspends and resumes it: a `suspension.suspended.Subject`.
+"""A task's process as a `Subject`: the interface of the thread that suspends and resumes it (`suspension.suspended`).
 
-It knows the process's size, its unused memory, the room on its device and its reservation. It reports a suspension to
-the ledger, the log of the task run, its report and the engine's thread.
+`SuspendableProcess` knows the process's memory, the room on its device and its reservation. It reports suspensions to
+the ledger, the log and the report of the task run, and the engine's thread.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from prefect_gpu.suspension.eligibility import Candidate
 from prefect_gpu.suspension.suspended import Stage, lost_tasks
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Seconds for a process to return unused device memory before it is suspended without. Its thread looks every 5 ms, but a
-#: body that holds the interpreter's lock blocks the thread.
+#: Most seconds to wait until a process has returned unused device memory; then it is suspended anyway. Its thread looks
+#: every 5 ms, but a body that holds the interpreter's lock blocks the thread.
 RELEASE_S: Final = 0.5
 
 #: Seconds to wait for the device reading that shows the remaining memory.
@@ -39,17 +39,15 @@ READING_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """The process is suspended from now on."""
+    """The process was suspended at `at_s` (monotonic seconds)."""
 
-    #: Monotonic seconds.
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The process runs again."""
+    """The process has run again since `at_s` (monotonic seconds)."""
 
-    #: Monotonic seconds.
     at_s: float
 
 
@@ -62,9 +60,8 @@ class AwaitsReturn:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The process is to be killed: the driver has lost its state, or it has no device to return to."""
+    """The process is to be killed: the driver lost its state, or no device is left for it; `why` is text for people."""
 
-    #: Why, as text for people.
     why: str
 
 
@@ -74,8 +71,8 @@ SuspensionMessage = Suspended | Resumed | AwaitsReturn | Lost
 class SuspendableProcess:
     """The process of a placed request.
 
-    `send` sends a message to the process, `tell` to the engine's thread; `say` logs a text on the task run;
-    `add_suspension` adds to the report.
+    `send` sends a message to the process, `tell` to the engine's thread; `say` writes to the task run's log;
+    `add_suspension` adds to the task run's report.
     """
 
     def __init__(
@@ -95,24 +92,23 @@ class SuspendableProcess:
         self._tell = tell
         self._say = say
         self._add_suspension = add_suspension
-        #: Frameworks that it has used so far, by its last counters.
+        #: Frameworks that the process has used so far, by its last counters.
         self._frameworks: tuple[str, ...] = ()
-        #: Its body has begun, so its thread answers messages.
+        #: Whether the body has begun, so that a thread in the process answers messages.
         self._listens = False
         self._released: queues.SimpleQueue[ReleasedUnused] = queues.SimpleQueue()
         self._noted = threading.Condition()
-        #: Bytes of each of its processes, by process id, and monotonic seconds of that reading.
+        #: Bytes of the process and its descendants by process id, and monotonic seconds of that reading.
         self._held_bytes: Mapping[int, int] = {}
         self._noted_s = 0.0
-        #: UUID of its device at the suspension.
+        #: UUID of the device at the suspension.
         self._left_uuid = ""
-        #: Cause of the suspension.
         self._reason = ""
-        #: Reason of the last refusal.
+        #: Text of the last refusal to suspend.
         self._refused = ""
 
     def hear(self, message: Any) -> None:
-        """Handle a message of the process; messages about other things are ignored."""
+        """Handle a message from the process: begun body, counters, or released memory; other messages are ignored."""
         if isinstance(message, BodyStarted):
             self._listens = True
         elif isinstance(message, CountersRead) and message.counters is not None:
@@ -121,7 +117,7 @@ class SuspendableProcess:
             self._released.put(message)
 
     def take_measurement(self, at_s: float, measured: Sequence[Measured]) -> None:
-        """Handle a reading of its devices (monotonic seconds), which was not made while its memory was moved."""
+        """Store the process's memory by a reading at `at_s` (monotonic), which was not made while the memory was moved."""
         with self._noted:
             self._held_bytes = {
                 pid: size for each in measured for pid, size in each.by_pid.items() if size
@@ -129,7 +125,7 @@ class SuspendableProcess:
             self._noted_s = at_s
             self._noted.notify_all()
 
-    # A `Subject`, on the suspension's thread.
+    # The methods of `Subject`, called on the suspension's thread.
 
     def candidate(self) -> Candidate:
         """See `Subject.candidate`."""
@@ -152,7 +148,7 @@ class SuspendableProcess:
         request = ReleaseUnused(time.monotonic() + RELEASE_S)
         self._send(request)
         with contextlib.suppress(queues.Empty):
-            # Late answers to an earlier request are in the queue, too.
+            # The queue may have late answers to an earlier request.
             while self._released.get(
                 timeout=max(0.0, request.until_s - time.monotonic())
             ) != ReleasedUnused(request.until_s):
@@ -183,7 +179,7 @@ class SuspendableProcess:
         """See `Subject.tell`."""
         self._broker.show_suspension(self._ticket, stage, text)
         if stage == "refused" and text != self._refused:
-            # The same refusal may come again and again for a task that may be suspended.
+            # A task that may be suspended for others can be refused for the same reason many times.
             self._refused = text
             self._say(f"{text[0].upper()}{text[1:]}")
         elif stage in ("moving out", "away"):

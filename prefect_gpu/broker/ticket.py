@@ -1,7 +1,7 @@
-"""One request of a broker, from its submission until its memory is back.
+"""One request of a broker, from its submission until its memory is free again.
 
-The machine changes the ticket; other threads wait for its decision, and may withdraw it first. The request itself is a
-`scheduling.model.Request`.
+The machine changes the ticket. Other threads wait for the decision, and may withdraw the request before. The request
+itself is a `scheduling.model.Request`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
 #: Cause of a suspension by a person.
 BY_HAND = "prefect-gpu suspend"
 
-#: Cause of a suspension of a first run that leaves its device to other first runs.
+#: Cause of the suspension of a first run so that other first runs on its device continue.
 FOR_FIRST_RUNS = "other first runs on its device"
 
-#: Most names of neighbour tasks in a ticket.
+#: Most names in `Ticket.neighbours`.
 MOST_NEIGHBOURS = 20
 
 
@@ -31,81 +31,81 @@ MOST_NEIGHBOURS = 20
 class Measured:
     """Memory of a request's process on one device, in bytes."""
 
-    #: With its descendants.
+    #: Bytes of the process with its descendants.
     total_bytes: int
-    #: Bytes of each of these processes, by process id; empty where the device does not attribute memory to processes.
+    #: The same by process id; empty where the device does not attribute memory to processes.
     by_pid: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
 class Ticket:
-    """One request, from its submission until its memory is back. Made by `Broker.submit`."""
+    """A request with its decision, its process and callbacks, until its memory is free again. Made by `Broker.submit`."""
 
     request: Request
-    #: Changed by the machine alone.
+    #: Changed only by the machine.
     phase: Phase = Phase.WAITING
-    #: Its last triggers, for errors.
+    #: Last triggers of the phase, for error messages.
     triggers: deque[Trigger] = field(default_factory=lambda: deque(maxlen=10))
     #: Notified when the request is decided.
     changed: threading.Condition = field(default_factory=threading.Condition)
-    #: The request was placed, refused or withdrawn.
+    #: Whether the request was placed, refused or withdrawn.
     decided: bool = False
     withdrawn: bool = False
     placement: Placement | None = None
     error: PrefectGPUError | None = None
-    #: Monotonic seconds when it was placed.
+    #: Monotonic seconds when the request was placed.
     placed_s: float = 0.0
-    #: Process that uses the reservation; `None`: none yet, or no longer.
+    #: Id of the process that uses the reservation; `None`: not started, or ended.
     pid: int | None = None
-    #: Bytes by its own counters (plus context), where the device cannot tell.
+    #: Bytes by the process's own counters (plus context), where the device does not attribute memory to processes.
     stand_in_bytes: int = 0
-    #: Called at every reading while it runs, with monotonic seconds and its memory on each device, in the task's order.
+    #: Called at every reading with monotonic seconds and the process's memory on each device, in the task's order.
     on_measured: Callable[[float, tuple[Measured, ...]], None] | None = None
-    #: Called with the bytes that did not come back (`None`: not known), once.
+    #: Called once, after the end, with the bytes of memory that are still missing (`None`: not known).
     on_recovered: Callable[[int | None], None] | None = None
-    #: Called when its process is to be suspended (`True`), or may resume.
+    #: Called when the process is to be suspended (`True`), or may resume.
     on_held_back: Callable[[bool], None] | None = None
     #: Argument of the last call of `on_held_back`.
     held_back: bool = False
-    #: Answers to its suspension's thread: whether the process may resume.
+    #: Answers to the suspension's thread: whether the process may resume.
     may_resume: SimpleQueue[bool] = field(default_factory=SimpleQueue)
-    #: Cause of that suspension, as text for people.
+    #: Cause of the suspension, as text for people.
     held_back_for: str = ""
-    #: Called with the reason if its suspended process has no device to return to.
+    #: Called with the reason if no device will be free for the suspended process to resume on.
     on_no_return: Callable[[PrefectGPUError], None] | None = None
-    #: Monotonic seconds since when its suspended process has no device, in the phase `RELEASED`.
+    #: Monotonic seconds since when the suspended process has no device, in the phase `RELEASED`.
     away_s: float = 0.0
     #: Seconds of earlier suspensions without a device.
     was_away_s: float = 0.0
-    #: Its priority before it was raised for long suspension; `None`: it was never suspended.
+    #: The request's priority before it was raised for a long suspension; `None`: never suspended.
     priority: int | None = None
-    #: Called once, with the device, if it is a shared probe that should end for the other probes there.
+    #: Called once, with the device, if this probe (a first run that shares its device) is to end for other probes there.
     on_short: Callable[[Device], None] | None = None
-    #: It is a shared probe, and may be suspended instead.
+    #: Whether this probe may be suspended instead.
     may_leave: bool = False
-    #: Budgets learned during its suspension, by device model; see `Broker.learn_need`.
+    #: Budgets learned during a suspension, in bytes by device model; see `Broker.learn_need`.
     learned: Mapping[str, int] | None = None
-    #: Bytes of other people's processes on its devices when it was placed.
+    #: By device: bytes held by processes of other programs when the request was placed.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
-    #: Bytes of no process on its devices when it was placed, plus later leaks of others.
+    #: By device: bytes held by no process when the request was placed, plus later leaks of other tasks; `None`: not known.
     ownerless_before: dict[DeviceKey, int | None] = field(default_factory=dict)
-    #: Names of the tasks that were on its devices with it, in order; at most `MOST_NEIGHBOURS`.
+    #: Names of other tasks that were on the same devices, in order; at most `MOST_NEIGHBOURS`.
     neighbours: dict[str, None] = field(default_factory=dict)
-    #: Monotonic seconds when its process ended; `None`: it has not.
+    #: Monotonic seconds when the process ended; `None`: it has not ended.
     ended_s: float | None = None
     ended_pid: int | None = None
-    #: Bytes still missing at the last reading after its end; `None`: not known.
+    #: Bytes still missing at the last reading after the end of the process; `None`: not known.
     missing_bytes: int | None = None
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Its devices; none before it was placed."""
+        """Devices on which the request was placed; empty before."""
         return () if self.placement is None else self.placement.devices
 
     def decide(
         self, placement: Placement | None = None, error: PrefectGPUError | None = None
     ) -> None:
-        """Place or refuse the request, and wake the waiting thread; without effect once it was withdrawn."""
+        """Set the placement or the error, and wake the waiting thread; without effect on a withdrawn request."""
         with self.changed:
             if not self.withdrawn:
                 self.placement, self.error = placement, error
@@ -113,7 +113,7 @@ class Ticket:
                 self.changed.notify_all()
 
     def withdraw(self) -> bool:
-        """Withdraw the request and wake the waiting thread; return `False` if it was already decided."""
+        """Withdraw the request and wake the waiting thread; return `False` if the request was already decided."""
         with self.changed:
             if self.decided:
                 return False
@@ -122,7 +122,7 @@ class Ticket:
             return True
 
     def wait(self, clock: Clock, until_s: float) -> bool:
-        """Wait for a decision; return whether there was one in time."""
+        """Wait for a decision until `until_s` (seconds of the clock), and return whether there is one."""
         with self.changed:
             while not self.decided:
                 left_s = until_s - clock.now()

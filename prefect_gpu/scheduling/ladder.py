@@ -44,7 +44,7 @@ REMEDIES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Measurements of a process that ran out of memory, at that moment, on the device where it did."""
+    """Measurements of a process when it ran out of memory, on the device where that happened."""
 
     budget_bytes: int
     #: Most bytes that the framework was allowed to allocate; `None`: no cap.
@@ -72,8 +72,9 @@ class Evidence:
 def classify(evidence: Evidence) -> Cause:
     """Return the cause of an out-of-memory in a framework: `own_cap`, `foreign` or `crowded`.
 
-    `own_cap` if the device had the wanted bytes free. Otherwise `foreign` if foreign memory grew by the missing bytes,
-    `own_cap` if the process needs more than its budget, and `crowded` in all other cases.
+    `own_cap` if the error says so, or a process with a cap failed while the device had the wanted bytes free. Otherwise
+    `foreign` if foreign memory grew by the missing bytes, `own_cap` if the process needs more than its budget or is alone
+    on the device, and `crowded` in all other cases.
     """
     if evidence.says_own_cap:
         return "own_cap"

@@ -1,1 +1,1 @@
-"""The display of running flows, in a terminal and as words."""
+"""The display of running flows: the live view in a terminal, and the text of progress artifacts."""

@@ -1,4 +1,4 @@
-"""The progress of a running flow: values, the words of its progress artifact, and the lines of its live view. Pure."""
+"""The progress of a running flow: values, the text of its progress artifact, and the lines of its live view. Pure."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Most devices, waiting and running task runs in a view, and running task runs in the smallest terminal.
+#: Most devices, waiting task runs and running task runs in a view, and running task runs in the smallest terminal.
 MOST_DEVICES, MOST_WAITING, MOST_RUNNING, LEAST_RUNNING = 8, 3, 10, 2
 
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """Numbers of a flow's GPU task runs by state."""
+    """Numbers of a flow's GPU task runs: submitted in all, with devices (`running`), waiting for devices, and ended."""
 
-    #: Submitted so far.
     submitted: int = 0
-    #: Task runs that have a device.
     running: int = 0
-    #: Task runs that wait for a device.
     waiting: int = 0
-    #: Ended task runs by the name of their state.
+    #: Ended task runs by name of their state.
     ended: Mapping[str, int] = field(default_factory=dict)
-    #: The flow has ended: no more task runs are submitted.
+    #: Whether the flow has ended.
     over: bool = False
 
     @property
@@ -44,26 +41,25 @@ class RunCounts:
 
     @property
     def percent(self) -> float:
-        """Percentage of ended task runs, rounded down: only 100 means all."""
+        """Percentage of submitted task runs that have ended, rounded down: 100 means all."""
         return float(100 * self.ended_count // self.submitted) if self.submitted else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunningTask:
-    """A task run that has its devices."""
+    """A task run that has devices. Bytes are totals over all its devices."""
 
     name: str
-    #: Labels of its devices.
+    #: Labels of the devices.
     devices: tuple[str, ...]
-    #: Bytes on all its devices together.
     budget_bytes: int
-    #: Bytes in the last reading of its devices; `None`: no reading yet.
+    #: Bytes in the last reading; `None`: no reading yet.
     used_bytes: int | None
-    #: Seconds since it got its devices.
+    #: Seconds since the placement.
     seconds: float
-    #: Whether its body has begun.
+    #: Whether the body has begun.
     started: bool
-    #: Ended steps (`prefect_gpu.step`); 0: none.
+    #: Ended steps (`prefect_gpu.step`).
     steps: int = 0
     #: Median seconds of a step; `None`: not known.
     step_s: float | None = None
@@ -73,10 +69,10 @@ class RunningTask:
 class WaitingTask:
     """A task run that waits for a device."""
 
-    #: Place in the queue, lowest first.
+    #: Sort key of the queue, lowest first.
     order: tuple[int, int]
     name: str
-    #: Seconds since its request; `None`: it waits for another task run's probe.
+    #: Seconds since the request; `None`: no request yet, the task run waits for a probe (first run) of another task run.
     seconds: float | None
     #: `None`: not known yet.
     reason: Reason | None
@@ -84,13 +80,13 @@ class WaitingTask:
 
 @dataclass(frozen=True, slots=True)
 class FlowProgress:
-    """The content of a view: one flow, or the sum of several flows of a process (`combine`)."""
+    """The content of a live view: task runs and devices of one flow, or of several flows (`combine`)."""
 
     counts: RunCounts
     devices: Sequence[DeviceState] = ()
     #: In the order of placement.
     running: Sequence[RunningTask] = ()
-    #: The first waiting task runs of the queue, in order.
+    #: The first waiting task runs, in the order of the queue.
     waiting: Sequence[WaitingTask] = ()
 
 
@@ -136,7 +132,7 @@ def progress_words(counts: RunCounts) -> str:
 
 
 def view_lines(progress: FlowProgress, height: int) -> list[str]:
-    """Return the lines of a view for a terminal of `height` lines. Below 12 lines the end of the view is cut."""
+    """Return the lines of a live view for a terminal of `height` lines. In less than 12 lines the end is cut."""
     lines = [f"GPU task runs: {progress_words(progress.counts)}"]
     if progress.devices:
         shown = progress.devices[:MOST_DEVICES]
@@ -152,7 +148,7 @@ def view_lines(progress: FlowProgress, height: int) -> list[str]:
         after = table_lines([heads, *rows])
         after += _others(progress.counts.waiting - len(waiting), "waiting task run")
     if progress.running:
-        # Two lines: the heads, and the count of other task runs.
+        # Two lines are for the heads and the count of other task runs.
         room = height - 1 - len(lines) - len(after) - 2
         running = progress.running[: max(LEAST_RUNNING, min(room, MOST_RUNNING))]
         heads = ("running", "device", "used", "budget", "for", "step")

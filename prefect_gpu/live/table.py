@@ -1,4 +1,4 @@
-"""Plain text tables; `prefect-gpu status` and the live view of a flow share the table of devices."""
+"""Plain text tables, and the table of devices in `prefect-gpu status` and in the live view of a flow."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ DEVICE_HEADS: Row = ("index", "device", "total", "used", "reserved", "free", "bu
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """The shown facts of one device."""
+    """Values of one device for a table."""
 
     index: int
     uuid: str
     name: str
     total_bytes: int
-    #: Bytes in use by any process; `None`: the device does not answer.
+    #: Bytes in use by all processes; `None`: the device does not answer.
     used_bytes: int | None
     #: Bytes reserved for this package's tasks, used or not.
     reserved_bytes: int
-    #: Bytes free for a further task, with the reader's headroom; `None`: the device does not answer.
+    #: Bytes free for new reservations, headroom subtracted; `None`: the device does not answer.
     free_bytes: int | None
     #: Fraction of time in which the device computed; `None`: not known.
     busy_fraction: float | None
@@ -38,7 +38,7 @@ class DeviceStatus:
 
 
 def device_status(state: DeviceState) -> DeviceStatus:
-    """Return the shown facts of a device."""
+    """Return the values of a device for a table."""
     snapshot, device = state.snapshot, state.device
     return DeviceStatus(
         index=device.index,
@@ -56,12 +56,12 @@ def device_status(state: DeviceState) -> DeviceStatus:
 
 
 def device_label(device: Device) -> str:
-    """Return a device's name in tags: its index, in a cluster after its node."""
+    """Return a device's name as in `gpu:device`: the index, in a cluster `NODE:INDEX`."""
     return device.label if device.in_cluster else str(device.index)
 
 
 def device_row(device: DeviceStatus, label: str = "") -> Row:
-    """Return the row of a device; `label` replaces its index unless empty."""
+    """Return the table row of a device. A `label` that is not empty replaces the index."""
     busy = "" if device.busy_fraction is None else f"{device.busy_fraction:.0%}"
     sizes = (device.total_bytes, device.used_bytes, device.reserved_bytes, device.free_bytes)
     return (
@@ -74,7 +74,7 @@ def device_row(device: DeviceStatus, label: str = "") -> Row:
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table from rows of equal length, heads first, with two spaces between columns."""
+    """Return the lines of a table. `rows` have equal length, the column heads are the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

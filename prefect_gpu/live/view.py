@@ -1,7 +1,7 @@
 """The live view of a flow: the last lines of a terminal show devices, and running and waiting task runs.
 
-Other text of this process stays whole above the view: `LowerLines` replaces the `write` of both streams. A progress
-bar or live display of another program moves the cursor: the view then ends. `progress` makes the lines.
+Other text of this process appears above the view: `LowerLines` replaces the `write` of stdout and stderr. A progress bar
+or live display of another library moves the cursor: the view then ends. `progress` makes the lines.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until the first drawing, and between drawings. A flow that ends before the first has no view.
+#: Seconds until the first drawing, and between drawings. A flow that ends before the first drawing has no view.
 FIRST_S = 1.0
 REFRESH_S = 0.5
 
-#: Sequences of another display: they move the cursor or erase text. Line ends and colours are no such sequences.
+#: Control sequences that move the cursor or erase text: another display draws. Line ends and colours do not match.
 DRAWING = re.compile(r"\r(?!\n)|\x08|\x1b(?:[78M]|\[[0-9;?]*[A-HJKSTfhlsu])")
 
 #: Colours and invisible characters.
@@ -38,9 +38,9 @@ UNSEEN = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x1f\x7f]")
 
 
 class LowerLines:
-    """The last lines of a terminal, below other text of this process. Safe to use from several threads.
+    """Lines at the end of a terminal, below other text of this process. Safe to use from several threads.
 
-    Text of all `streams` of the terminal goes above the lines, which are drawn on the stream `terminal`.
+    The lines are drawn on the stream `terminal`. Text that is written to any of `streams` appears above them.
     """
 
     def __init__(self, terminal: io.TextIOWrapper, streams: Sequence[io.TextIOWrapper]) -> None:
@@ -49,15 +49,15 @@ class LowerLines:
         self._lock = threading.RLock()
         #: Lines on the terminal now.
         self._drawn: list[str] = []
-        #: Unfinished lines, by stream and thread.
+        #: Text without a line end yet, by id of stream and thread.
         self._begun: dict[tuple[int, int], str] = {}
         #: Last known width of the terminal, in columns.
         self._columns = 2
-        #: `False`: nothing is drawn any more, and text is written as usual.
+        #: `False`: no lines are drawn any more, and text is written as usual.
         self.open = True
         for stream in streams:
             stream.flush()
-            # Objects such as handlers of loggers refer to this stream already, and would not see another in its place.
+            # Handlers of loggers already refer to this stream object, so it cannot be replaced as a whole.
             stream.write = functools.partial(self._take, stream)  # type: ignore[method-assign]
 
     def show(self, lines: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ class LowerLines:
                 self._put(before + "\n".join(fitting))
 
     def close(self) -> None:
-        """Erase the lines, and write text as usual from now on. Idempotent."""
+        """Erase the lines, and stop drawing. Text is written as usual from now on. Idempotent."""
         with self._lock:
             if not self.open:
                 return
@@ -88,7 +88,7 @@ class LowerLines:
                 self._put(text)
 
     def forget(self) -> None:
-        """Stop drawing without erasing, in a fork of the process: the parent still draws."""
+        """Stop drawing without erasing. For a fork of the process: the parent still draws."""
         self.open = False
         self._lock = threading.RLock()
         self._drawn, self._begun = [], {}
@@ -97,7 +97,7 @@ class LowerLines:
                 del stream.write
 
     def _take(self, stream: io.TextIOWrapper, text: str) -> int:
-        """Write text above the lines, in place of a stream's `write`."""
+        """Write text above the lines; replaces the `write` of a stream."""
         with self._lock:
             if self.open and isinstance(text, str) and DRAWING.search(text):
                 self.close()
@@ -112,7 +112,7 @@ class LowerLines:
             return len(text)
 
     def _erase(self) -> str:
-        """Return the sequence that moves the cursor to the first line and erases from there."""
+        """Return the control sequence that moves the cursor to the first drawn line and erases from there."""
         if not self._drawn:
             return ""
         # A terminal that became narrower has wrapped the lines.
@@ -141,7 +141,7 @@ def _cut(line: str, width: int) -> str:
 
 
 def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
-    """Open the live lines below the output on the terminal of `stderr` (and of `stdout`, if it is the same terminal); `None`: not drawn."""
+    """Return lines below the output of `stderr`, and of `stdout` on the same terminal; `None`: no terminal to draw on."""
     if os.environ.get("TERM", "") in ("", "dumb", "unknown") or other_display():
         return None
     if not (_is_plain(stderr) and in_foreground(stderr) and _has_size(stderr)):
@@ -149,26 +149,26 @@ def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
     if stdout is None or not stdout.isatty():
         return LowerLines(stderr, [stderr])
     if not _is_plain(stdout):
-        # A display of another program has replaced the stream.
+        # Another library has replaced the stream.
         return None
     same = os.ttyname(stdout.fileno()) == os.ttyname(stderr.fileno())
     return LowerLines(stderr, [stderr, stdout] if same else [stderr])
 
 
 def _is_plain(stream: Any) -> bool:
-    """Return whether a stream is a terminal whose `write` no other program has replaced."""
+    """Return whether a stream is a UTF terminal whose `write` no other library has replaced."""
     if not isinstance(stream, io.TextIOWrapper) or "write" in vars(stream) or stream.closed:
         return False
     return stream.isatty() and stream.encoding.lower().startswith("utf")
 
 
 def _has_size(terminal: Any) -> bool:
-    """Return whether a terminal reports its size, without which lines cannot be erased."""
+    """Return whether a terminal reports its size. Without it, lines cannot be erased."""
     return all(os.get_terminal_size(terminal.fileno()))
 
 
 def in_foreground(stream: Any) -> bool:
-    """Return whether this process is in the foreground of the terminal: only then may it draw."""
+    """Return whether this process is in the foreground of a stream's terminal: only then may it draw."""
     try:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except OSError:
@@ -181,17 +181,17 @@ def other_display() -> bool:
     tqdm = sys.modules.get("tqdm.std")
     if tqdm is not None and len(getattr(tqdm.tqdm, "_instances", ())):
         return True
-    # rich 14.1 keeps a stack of live displays, earlier versions one.
+    # rich 14.1 has a stack of live displays, earlier versions have a single one.
     console = rich.get_console()
     return bool(getattr(console, "_live_stack", None) or getattr(console, "_live", None))
 
 
 class LiveView:
-    """The common view of all flows of this process. Safe to use from several threads."""
+    """The live view that all flows of this process share. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By flow: returns its progress.
+        #: Function that returns a flow's progress, by flow.
         self._sources: dict[Hashable, Callable[[], FlowProgress]] = {}
         self._lines: LowerLines | None = None
         #: Set when the view ends.
@@ -199,7 +199,7 @@ class LiveView:
         PROCESS_RESOURCES.after_fork(self, LiveView._forget)
 
     def join(self, flow: Hashable, source: Callable[[], FlowProgress]) -> None:
-        """Add a flow to the view, if there is a terminal to draw on."""
+        """Add a flow to the view. The first flow starts the drawing, if there is a terminal to draw on."""
         with self._lock:
             first = not self._sources
             self._sources[flow] = source
@@ -216,7 +216,7 @@ class LiveView:
                 self._close()
 
     def leave(self, flow: Hashable) -> None:
-        """Remove a flow from the view. Idempotent."""
+        """Remove a flow from the view. The last flow ends the drawing. Idempotent."""
         with self._lock:
             if self._sources.pop(flow, None) is not None and not self._sources:
                 self._close()
@@ -228,7 +228,7 @@ class LiveView:
             lines.close()
 
     def _forget(self) -> None:
-        """Start afresh in a fork of the process: the parent still draws."""
+        """Reset the view without erasing, in a fork of the process: the parent still draws."""
         if self._lines is not None:
             self._lines.forget()
         self._lock, self._sources, self._lines = threading.Lock(), {}, None
@@ -253,5 +253,5 @@ class LiveView:
 
 
 def live_view() -> LiveView:
-    """Return the view of this process."""
+    """Return the `LiveView` of this process."""
     return PROCESS_RESOURCES.get("live view", LiveView)

@@ -1,16 +1,16 @@
-"""Which requests may pass a blocked request.
+"""Which later requests may start before (*pass*) a blocked request: EASY backfilling (Lifka 1995), over device memory.
 
-Devices are kept for the first blocked requests: those where each is expected to start first, by the expected ends
-of the tasks there. A later request may have a kept device only if it is expected to end before that start, or leaves
-enough memory free (EASY backfilling, Lifka 1995, over memory instead of nodes). Where ends are not known, no device is
-kept, and a blocked request may be passed a number of times, or for a time. After either, and when a request is overdue
-on its kept devices, all devices that it could use drain: no later request may start there.
+A request is blocked if no device has room for it now. For the first blocked request the scheduler *keeps* the devices
+where the expected ends of running tasks let the request start soonest. A later request may start on a kept device only
+if it is expected to end before that start, or leaves enough memory free for the blocked request. If no expected ends
+are known, no device is kept, and the blocked request may be passed a limited number of times, for a limited time
+(`Patience`). Once a limit is reached, or the expected start on kept devices is overdue, all devices that the blocked
+request could use *drain*: no later request may start there.
 
-Kept devices are not chosen anew in each pass. So wrong expectations delay a blocked request by the tasks on its
-devices, but never for ever. For the request of a suspended process one device is kept: the one where it is expected
-to start first or, where ends are not known, the one with most free memory, which drains.
-
-The order of requests is decided in `scheduling_pass`. Times are monotonic seconds.
+Kept devices stay the same from pass to pass. So wrong expectations delay a blocked request by the tasks on its devices,
+but never for ever. A suspended process that waits to resume (`Request.returns`) has kept devices, too: the devices with
+the soonest expected start or, if no ends are known, the devices with most free memory, which drain. Times are monotonic
+seconds. `scheduling_pass` decides the order of requests.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from prefect_gpu.scheduling.placement import (
 )
 from prefect_gpu.scheduling.probes import allowance_bytes
 
-#: Seconds after which devices to keep are looked for again, for a request for which there were none.
+#: Seconds between two searches for devices to keep for a blocked request, if the first search found none.
 RETRY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How far a blocked request may be passed."""
+    """Limits on the later requests that may start before a blocked request."""
 
-    #: Later requests that may pass it although they may delay it. 0: none (first come, first served).
+    #: Most later requests that may pass a blocked request and may delay it. 0: none (first come, first served).
     passes: int
-    #: Seconds after which no request may pass any more, from the first pass or from when devices were kept.
+    #: Seconds in which later requests may pass, from the first one that passed or from the choice of kept devices.
     wait_s: float
-    #: Number of blocked requests, the first in order, with devices kept before any request passes them.
+    #: Number of blocked requests, first in the queue, with devices kept before any request passes them.
     heads: int
 
 
-#: The runner's default. Makespan over its lower bound in simulations of 600 tasks of 24 shapes on 4 devices of 80 GiB
-#: (and of 2,000 on 16), mean of 3 seeds: first come, first served 1.99 (1.41). Where no duration is known, by passes
-#: within 600 s: 8 1.84 (1.30), 32 1.63 (1.19), 128 1.51 (1.15); 128 within 3600 s 1.24 (1.13); 64 within 1800 s,
-#: chosen since a blocked task is delayed half as long, 1.39 (1.15). Where durations are known 1.25 (1.13) with these;
-#: more heads changed less than the seeds.
+#: The runner's default. Makespan divided by its lower bound in simulations of 600 tasks of 24 shapes on 4 devices of
+#: 80 GiB (in brackets: 2,000 tasks on 16 devices), mean of 3 seeds. First come, first served: 1.99 (1.41). Durations
+#: unknown, 600 s: 8 passes 1.84 (1.30), 32 passes 1.63 (1.19), 128 passes 1.51 (1.15). 128 passes, 3600 s: 1.24 (1.13).
+#: 64 passes, 1800 s: 1.39 (1.15), chosen because a blocked task is delayed half as long. With these limits and known
+#: durations: 1.25 (1.13). More heads changed less than the seeds.
 PATIENCE = Patience(passes=64, wait_s=1800.0, heads=1)
 
 #: First come, first served: a blocked request blocks all later ones on the devices that it could use.
@@ -60,41 +60,41 @@ NO_BACKFILL = Patience(passes=0, wait_s=0.0, heads=0)
 
 
 class BlockedStatus(NamedTuple):
-    """History of a blocked request. The queue keeps it until the request leaves."""
+    """State of a blocked request between two passes. `RequestQueue.statuses` stores it until the request leaves."""
 
-    #: How often later requests passed it that may have delayed it.
+    #: Number of later requests that started first and may have delayed this one.
     passed: int = 0
-    #: Monotonic seconds when it was first passed or had devices kept; `None`: neither.
+    #: Monotonic seconds when a request first passed this one, or devices were kept for it; `None`: neither.
     since_s: float | None = None
-    #: Devices that are kept for it.
+    #: Devices that are kept for the request.
     kept: tuple[DeviceKey, ...] = ()
-    #: Monotonic seconds of its expected start on `kept`; `None`: none are kept, or they drain for a suspended process.
+    #: Monotonic seconds of the expected start on `kept`; `None`: none are kept, or they drain for a suspended process.
     starts_s: float | None = None
-    #: Monotonic seconds when devices to keep were last looked for; `None`: not yet.
+    #: Monotonic seconds of the last search for devices to keep; `None`: no search yet.
     looked_s: float | None = None
 
     def is_over(self, patience: Patience, now_s: float) -> bool:
-        """Return whether the request's patience is used up: its devices are drained for it from now on."""
+        """Return whether a limit of `patience` is reached, so that no later request may pass any more."""
         if self.since_s is None:
             return patience.passes == 0
         until_s = self.since_s + patience.wait_s
         if self.kept:
-            # No passing request delays it on kept devices: elapsed time alone is no reason to stop others.
+            # Passing requests cause no delay on kept devices: elapsed time alone is no reason to stop them.
             return now_s >= max(until_s, self.starts_s or 0.0)
         return now_s >= until_s or self.passed >= patience.passes
 
 
 def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float) -> float | None:
-    """Return when a device is expected to have enough free memory for a request; `None`: not known, or never.
+    """Return when a device is expected to have room for a request; `None`: not known, or never.
 
-    `max_tasks` is the most reservations on it at a time; infinite: as many as fit.
+    `max_tasks` is the result of `Board.max_tasks_on`.
     """
     need = _need_bytes(request, state)
     alone = need is None or request.exclusive
     least = least_whole_bytes(state) if need is None else need
     free = state.free_bytes
     at_s = now_s
-    # The last to end first: they are taken from the end of the list.
+    # Latest end first: `pop` then takes the soonest end.
     held = sorted(state.reservations, key=_end_s, reverse=True)
     while at_s < math.inf:
         joins = not alone and not any(reservation.exclusive for reservation in held)
@@ -119,10 +119,7 @@ def _end_s(reservation: Reservation) -> float:
 
 
 def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks: float) -> int:
-    """Return the bytes that another request may hold on a device when a blocked one starts there, at `starts_s`.
-
-    Less than 0: not even a request for 0 bytes may be there. `max_tasks` as for `ready_s`.
-    """
+    """Return the bytes that a later request may hold on a device when `blocked` starts; less than 0: not even 0."""
     need = _need_bytes(blocked, state)
     if need is None or blocked.exclusive:
         return -1
@@ -133,13 +130,13 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
 
 @dataclass(slots=True)
 class _Kept:
-    """The blocked request that a device is kept for."""
+    """A blocked request for which a device is kept."""
 
-    #: Position of the request among the blocked ones of this pass.
+    #: Position among the blocked requests of this pass.
     rank: int
     request: Request
     starts_s: float
-    #: From `spare_bytes`; `None`: not computed since the last placement there.
+    #: Result of the function `spare_bytes`; `None`: not computed since the last placement on the device.
     spare_bytes: int | None = None
 
 
@@ -148,32 +145,32 @@ class _Passable(NamedTuple):
 
     rank: int
     request: Request
-    #: Devices that its tags name; `None`: any.
+    #: Devices that the request's tags name; `None`: any.
     named: Named | None
-    #: Its reason to wait is not known here, so no device can be kept for it.
+    #: Whether the request is blocked for an unknown reason, so that no device can be kept for it.
     unknown: bool = False
 
 
 @dataclass(eq=False, repr=False)
 class Backfill:
-    """Limits that the blocked requests of one scheduling pass set to later ones."""
+    """Limits that blocked requests set to later requests in one pass. A device is its position in `Board.states`."""
 
     _board: Board
-    #: Statuses of blocked requests before the pass, by id.
+    #: Statuses of blocked requests before the pass, by request id.
     _before: Mapping[str, BlockedStatus]
     _patience: Patience
     _now_s: float
-    #: Kept devices by position; `None`: the device drains. Not used while all drain.
+    #: By device: the request for which it is kept; `None`: the device drains. Not used while all devices drain.
     kept: dict[int, _Kept | None] = field(default_factory=dict)
     #: Whether all devices drain, so that no later request can start.
     all_drain: bool = False
-    #: Statuses of blocked requests that this pass has changed, by id.
+    #: Statuses that this pass has changed, by request id.
     statuses: dict[str, BlockedStatus] = field(default_factory=dict)
     _passable: list[_Passable] = field(default_factory=list)
     _blocked: int = 0
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a later request may have a device, which has free memory for it."""
+        """Return whether a later request may start on device `at`. The caller has checked that it fits there."""
         if (kept := self.kept.get(at)) is None:
             return at not in self.kept
         if request.expected_s is not None and self._now_s + request.expected_s <= kept.starts_s:
@@ -182,16 +179,16 @@ class Backfill:
         need = need_bytes(request, state)
         if need is None or request.exclusive:
             return False
-        # The request would still run at that time. The number is kept, since many requests ask for it.
+        # The later request may still run when the blocked one starts. Many requests ask: the bytes are computed once.
         if kept.spare_bytes is None:
             most = self._board.max_tasks_on(state)
             kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
         return need <= kept.spare_bytes
 
     def block(self, request: Request, named: Named | None, unknown: bool = False) -> None:
-        """Note that a request cannot start now; to be called in the order of the queue.
+        """Add a blocked request, and keep or drain devices for it. To be called in the order of the queue.
 
-        `named` has the devices of its tag; `None`: any. `unknown`: its reason to wait is not known here.
+        `named` are the devices that the request's tags name; `None`: any. `unknown`: it waits for an unknown reason.
         """
         rank = self._blocked
         self._blocked += 1
@@ -222,7 +219,7 @@ class Backfill:
             self._passable.append(_Passable(rank, request, named))
 
     def count_passes(self, chosen: Sequence[int]) -> None:
-        """Note a placement: the placed request has passed the blocked requests before it."""
+        """Count a placement on the devices `chosen` as a pass of all blocked requests that it may delay."""
         for at in chosen:
             if (kept := self.kept.get(at)) is not None:
                 kept.spare_bytes = None
@@ -232,7 +229,6 @@ class Backfill:
             request = blocked.request
             status = self._status(request)
             since_s = self._now_s if status.since_s is None else status.since_s
-            # No devices are kept for it.
             status = BlockedStatus(status.passed + 1, since_s, looked_s=status.looked_s)
             self.statuses[request.id] = status
             if status.passed >= self._patience.passes:
@@ -241,23 +237,22 @@ class Backfill:
                     self._drain(request, blocked.named)
 
     def _status(self, request: Request) -> BlockedStatus:
-        """Return the status of a blocked request, with the changes of this pass."""
         return self.statuses.get(request.id) or self._before.get(request.id, _NEW)
 
     def _could_use(self, blocked: _Passable, chosen: Sequence[int]) -> bool:
-        """Return whether the use of some devices may delay a blocked request."""
+        """Return whether a placement on the devices `chosen` may delay a blocked request."""
         rank, request, named, _ = blocked
         for at in chosen:
             kept = self.kept.get(at)
             if kept is not None and kept.rank < rank:
-                # The request that the device is kept for delays it in any case.
+                # An earlier blocked request, for which the device is kept, delays this one in any case.
                 continue
             if self._board.could_use(request, named, at):
                 return True
         return False
 
     def _keep(self, rank: int, request: Request, status: BlockedStatus) -> bool:
-        """Keep the devices of a status; return `False` if one is gone, kept, broken or too small."""
+        """Keep the devices in `status.kept`; return `False` if one is gone, broken, too small or already kept."""
         assert status.starts_s is not None
         found: dict[int, _Kept | None] = {}
         for key in status.kept:
@@ -280,12 +275,12 @@ class Backfill:
     def _keep_for_return(
         self, rank: int, request: Request, named: Named | None, status: BlockedStatus
     ) -> None:
-        """Keep as many devices as a suspended process needs, where it can resume soonest."""
+        """Keep devices for the return of a suspended process, where it can resume soonest."""
         if status.starts_s is not None and self._now_s < status.starts_s:
             if self._keep(rank, request, status):
                 return
         if self._keep_soonest(rank, request, named):
-            # No time limit: a returning request never drains all the devices that it could use.
+            # Without `since_s` there is no time limit: a return never drains all devices that it could use.
             self.statuses[request.id] = self.statuses[request.id]._replace(since_s=None)
             return
         states, positions = self._board.states, self._board.positions
@@ -293,7 +288,7 @@ class Backfill:
         usable = [
             (at not in before, at in self.kept, -states[at].free_bytes, at)
             for at in self._board.usable(request, named)
-            # Without devices that drain for an earlier request.
+            # Devices that drain for an earlier request are left out.
             if not states[at].snapshot.error and self.kept.get(at, request) is not None
         ]
         best = self._first_on_one_node(request, [(0.0, at) for *_, at in sorted(usable)])
@@ -303,7 +298,7 @@ class Backfill:
         self.statuses[request.id] = self._status(request)._replace(kept=keys, starts_s=None)
 
     def _keep_soonest(self, rank: int, request: Request, named: Named | None) -> bool:
-        """Keep the devices, all of one node, where a request is expected to start first; return whether any are known."""
+        """Keep the devices of one node where a request is expected to start soonest; return whether there are any."""
         now_s = self._now_s
         status = self._status(request)
         soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
@@ -323,7 +318,7 @@ class Backfill:
     def _first_on_one_node(
         self, request: Request, times: list[tuple[float, int]]
     ) -> list[tuple[float, int]]:
-        """Return the first entries of one node, as many as a request's devices; fewer: no node has so many."""
+        """Return the first `request.count` entries (seconds, device) of one node; fewer if no node has so many."""
         count, board = request.count, self._board
         if count == 1 or not board.several_nodes:
             return times[:count]
@@ -336,7 +331,7 @@ class Backfill:
         return []
 
     def _ready_times(self, request: Request, named: Named | None) -> list[tuple[float, int]]:
-        """Return the expected start times of a request, each with its device's position, where known."""
+        """Return the known expected start times of a request, in monotonic seconds, each with the device's position."""
         board = self._board
         times: list[tuple[float, int]] = []
         for at in board.usable(request, named):
@@ -349,7 +344,6 @@ class Backfill:
         return times
 
     def _drain(self, request: Request, named: Named | None) -> None:
-        """Drain all devices that a request could use: no later request may start there."""
         self.kept.update(dict.fromkeys(self._board.usable(request, named)))
         self._note_drained()
 

@@ -1,14 +1,15 @@
-"""The next budget of a task, learned from its past runs.
+"""The next budget (device memory to reserve) of a task, learned from its past runs.
 
-Pure. `HistoryStore` keeps the runs; `prefect_gpu.runner.budgets` decides which task run may probe while nothing is
-known, `ladder` what happens after an out-of-memory. The formula, with the figures that it is based on (a ResNet-50
-in training on an H200, 2026-11-20: a run that took 13.2 GiB because the device was empty needs 4.8 to run as fast):
+Pure. A `HistoryStore` stores the runs. `prefect_gpu.runner.budgets` decides which task runs start while no need is
+known, `ladder` gives the memory after an out-of-memory. The formula:
 
     need(run) = max(LIVE_FACTOR × growth × live, live + LIVE_MARGIN) + context
     budget    = max(need of the completed runs, floor)
 
-*live* is the steady live peak where the run gave evidence of steps that are alike, else the whole live peak.
-*growth* is 1 until a budget was too small, and `growth_factor` from then on.
+*live* is the peak of the memory that frameworks had allocated, in steady steps if the run shows steps that are alike.
+*context* is the memory outside their allocators, *floor* the result of `known_floor_bytes`. *growth* is 1 until a
+budget was too small, then `growth_factor`. Measured on an H200, 2026-11-20: a ResNet-50 in training that took 13.2 GiB
+because the device was empty needs 4.8 GiB to run as fast.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from prefect_gpu.units import MIB
 #: Runs that a history keeps.
 KEPT_RUNS = 20
 
-#: Budget of a framework as a multiple of its allocated memory. 1.3 cost a ResNet-50 no speed, 1.1 a quarter of it.
+#: Budget as a multiple of the framework's allocated memory. 1.3 cost a ResNet-50 no speed, 1.1 a quarter of its speed.
 LIVE_FACTOR = 1.3
 
-#: Largest factor on a budget for runs that differ in their needs.
+#: Largest factor on a budget for runs whose needs differ.
 MOST_GROWTH = 2.0
 
 #: Least difference of budget and live memory: allocators take memory in segments (PyTorch's of 20 MiB).
@@ -35,29 +36,29 @@ LIVE_MARGIN_BYTES = 64 * MIB
 #: Budgets are multiples of this many bytes, the size to which drivers and allocators round.
 ROUND_BYTES = 2 * MIB
 
-#: Next budget as a multiple of one that ended in an out-of-memory, and of one that pinched.
+#: Next budget as a multiple of a budget that ran out of memory, and of a budget that slowed its run down (*pinched*).
 OOM_FACTOR = 1.5
 PINCH_FACTOR = 1.25
 
-#: A run pinched if its allocator gave up its cache and the run was slower than one with a larger cap by this factor:
-#: in the time of its steps, or in that of the whole body, which varies more.
+#: A budget pinched its run if the allocator emptied its cache to go on, and the run was slower by this factor than a
+#: run with a larger cap: in the time of a step or, if no steps are known, of the whole body, which varies more.
 SLOWER_STEP = 1.05
 SLOWER_RUN = 1.2
 
 
 class KeptAsTexts:
-    """A dataclass of texts and numbers that a history keeps as short texts."""
+    """Base of dataclasses of texts and numbers that a history stores as short texts."""
 
     __slots__ = ()
 
     def to_texts(self) -> dict[str, str]:
-        """Return every known field as a short text."""
+        """Return each field that is neither `None` nor empty, as text by name."""
         values = ((f.name, getattr(self, f.name)) for f in fields(self))  # type: ignore[arg-type]
         return {name: str(value) for name, value in values if value not in (None, "")}
 
     @classmethod
     def from_texts(cls: type[_Kept], texts: Mapping[str, str]) -> _Kept:
-        """Return the value that `to_texts` wrote; unknown fields, of later versions, are ignored.
+        """Return the value from the texts of `to_texts`. Unknown fields, of later versions, are ignored.
 
         Raises:
             ValueError: A field is missing, or is not a number where one is expected.
@@ -73,7 +74,6 @@ class KeptAsTexts:
 
 _Kept = TypeVar("_Kept", bound=KeptAsTexts)
 
-#: How a field of each type is read from its text.
 _READ = {"str": str, "int": int, "float": float}
 
 
@@ -84,64 +84,64 @@ class HistoryKey(KeptAsTexts):
     task_name: str
     #: Qualified name of the task's function, without module or file: moving it or editing a comment keeps the history.
     qualified_name: str
-    #: GPU model, as `Device.name` has it; empty: of any.
+    #: GPU model, as in `Device.name`; empty: any model.
     device_name: str = ""
-    #: Digest of the `gpu:learn_by` values; empty: none are named.
+    #: Digest of the `gpu:learn_by` values; empty: the task has no such tag.
     learn_by: str = ""
-    #: The same values in words, for people; empty: none are named.
+    #: The `gpu:learn_by` values as text for people; empty: the task has no such tag.
     learn_by_words: str = field(default="", compare=False)
     #: Flow that submits the task: two programs on one server may have tasks of one name. `None`: outside a flow.
     flow_name: str | None = None
 
     def on(self, device_name: str) -> HistoryKey:
-        """Return the key for a GPU model."""
+        """Return this key with another GPU model."""
         return replace(self, device_name=device_name)
 
 
 @dataclass(frozen=True, slots=True)
 class PastRun(KeptAsTexts):
-    """One process of a task, as its history keeps it. Bytes are those of one device, the fullest."""
+    """Measurements of one past process of a task, as its history stores them. Bytes are those of its fullest device."""
 
-    #: Wall-clock seconds since the epoch when it ended.
+    #: Wall-clock seconds since the epoch when the process ended.
     ended_at: float
     #: As in a report: "completed", "failed", "oom", "died", "timeout", "cancelled".
     outcome: str
-    #: Cause of an out-of-memory (`ladder.Cause`); empty: there was none.
+    #: Cause of an out-of-memory (`ladder.Cause`); empty: no out-of-memory.
     cause: str = ""
     budget_bytes: int = 0
-    #: Bytes that its framework could allocate at most; `None`: no cap.
+    #: Most bytes that the framework was allowed to allocate; `None`: no cap.
     cap_bytes: int | None = None
-    #: Most bytes that its frameworks had allocated; `None`: no framework reports it.
+    #: Peak of the bytes that frameworks had allocated; `None`: no framework reports it.
     live_bytes: int | None = None
-    #: Most bytes that its frameworks had allocated in steady steps; `None`: no evidence of steps, or they differ.
+    #: The same peak within steady steps; `None`: no evidence of steps, or steps differ.
     steady_live_bytes: int | None = None
-    #: Most bytes that the device showed for the whole process; `None`: neither the device nor counters show them.
+    #: Peak of the whole process's bytes on the device; `None`: neither the device nor counters show them.
     process_bytes: int | None = None
-    #: Bytes that it took outside its frameworks' allocators.
+    #: Bytes taken outside the frameworks' allocators.
     context_bytes: int = 0
-    #: Allocations, past the first step, that succeeded only after the cache was given up.
+    #: Allocations after the first step that succeeded only once the allocator had emptied its cache.
     alloc_retries: int = 0
     #: Median seconds of a steady step; `None`: no evidence of steps.
     step_s: float | None = None
-    #: Seconds of the body.
+    #: Seconds of the task's body.
     run_s: float = 0.0
-    #: Bytes on one device that the run would have needed in all, by its out-of-memory error.
+    #: Bytes that the run would have needed in all, by its out-of-memory error; `None`: not known.
     wanted_bytes: int | None = None
-    #: Seconds from its placement to its body's first line; `None`: not known.
+    #: Seconds from the placement to the body's first line; `None`: not known.
     start_s: float | None = None
-    #: Bytes known to be too few when it ended, also from runs that are no longer kept; `None`: none are.
+    #: Result of `known_floor_bytes` when the process ended, also from runs no longer stored; `None`: no floor.
     floor_bytes: int | None = None
-    #: Most bytes that the largest device could give when it ended; `None`: not known.
+    #: Most bytes that the largest device could give when the process ended; `None`: not known.
     capacity_bytes: int | None = None
-    #: Id of its task run, which may have had several processes; `None`: not known.
+    #: Id of the task run, which may have had several processes; `None`: not known.
     task_run_id: str | None = None
 
 
 class HistoryStore(Protocol):
-    """Keeps the runs of tasks. Safe to use from several threads."""
+    """Store of the past runs of tasks. Safe to use from several threads."""
 
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
-        """Return the last `KEPT_RUNS` runs, newest first; none if nothing is known.
+        """Return the last `KEPT_RUNS` runs of a key, newest first.
 
         Raises:
             OSError: The runs cannot be read now.
@@ -149,32 +149,32 @@ class HistoryStore(Protocol):
         ...
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
-        """Keep one more run, without waiting. A run that cannot be kept is lost with a warning."""
+        """Store one more run, without waiting for the write. A run that cannot be stored is lost with a warning."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LearnedBudget:
-    """The next budget of a task, as its history suggests."""
+    """The next budget of a task, computed from its history."""
 
-    #: Bytes to reserve on each device, the context included. Never more than a device could give at the last run.
+    #: Bytes to reserve on each device, context included. At most what the largest device could give at the last run.
     budget_bytes: int
     #: Part of `budget_bytes` for memory that no framework counts.
     context_bytes: int
-    #: Number of completed runs that the budget is learned from.
+    #: Number of completed runs from which the budget is computed.
     runs: int
-    #: Bytes below which runs ran out of memory or slowed down; 0: none did.
+    #: Smallest budget believed to be enough, from runs that ran out of memory or slowed down; 0: no such run.
     floor_bytes: int = 0
-    #: Factor for runs that may need more than all before, from 1 to `MOST_GROWTH`.
+    #: Factor for a run that may need more than all past runs, from 1 to `MOST_GROWTH`.
     growth: float = 1.0
-    #: Bytes to reserve if `budget_bytes` was not enough: the memory of first steps counts too.
+    #: Bytes to reserve if `budget_bytes` was not enough. Counts the memory of first steps, too.
     whole_bytes: int = 0
-    #: Bytes by the formula, more than `budget_bytes` if no device could give them.
+    #: Bytes by the formula: more than `budget_bytes` if no device could give so many.
     need_bytes: int = 0
 
 
 def learn(runs: Iterable[PastRun]) -> LearnedBudget | None:
-    """Return the next budget from all runs of one key; `None`: no completed run has its memory measured."""
+    """Return the next budget from all runs of one history; `None`: no completed run has measured memory."""
     past = tuple(runs)
     completed = [run for run in past if run.outcome == "completed" and _is_measured(run)]
     if not completed:
@@ -196,7 +196,7 @@ def learn(runs: Iterable[PastRun]) -> LearnedBudget | None:
 
 
 def _bounded(size_bytes: int, past: Sequence[PastRun]) -> int:
-    """Return a size, at most the capacity of the largest device at the newest run that recorded it."""
+    """Return a size, limited to the device capacity that the newest run has recorded."""
     known = [(run.ended_at, run.capacity_bytes) for run in past if run.capacity_bytes]
     return min(size_bytes, max(known)[1]) if known else size_bytes
 
@@ -208,7 +208,7 @@ def _round(size_bytes: int) -> int:
 def known_floor_bytes(runs: Iterable[PastRun]) -> int:
     """Return the smallest budget believed to be enough, from runs that ran out of memory or slowed down.
 
-    0: there was no such run. Later runs repeat the number, so it stays known when that run is no longer kept.
+    0: no such run. Each later run records the number, so it outlives the run that showed it.
     """
     past = tuple(runs)
     shown = _floor_bytes(past, [run for run in past if run.outcome == "completed"])
@@ -219,16 +219,13 @@ def known_floor_bytes(runs: Iterable[PastRun]) -> int:
 
 
 def learned_context_bytes(runs: Iterable[PastRun]) -> int | None:
-    """Return the largest measured context of completed runs; `None`: none was measured.
-
-    It also corrects the cap of a budget that a tag states.
-    """
+    """Return the largest measured context of completed runs; it also corrects the caps of budgets in tags. `None`: none."""
     seen = [run.context_bytes for run in runs if run.context_bytes and run.outcome == "completed"]
     return max(seen, default=None)
 
 
 def expected_s(runs: Iterable[PastRun]) -> float | None:
-    """Return the median seconds for which completed runs held their devices, known starts included; `None`: no run."""
+    """Return the median seconds for which completed runs held their devices; `None`: no completed run."""
     completed = (run for run in runs if run.outcome == "completed" and run.run_s > 0)
     held = [run.run_s + (run.start_s or 0.0) for run in completed]
     return statistics.median(held) if held else None
@@ -239,12 +236,12 @@ def _is_measured(run: PastRun) -> bool:
 
 
 def growth_factor(sizes_bytes: Sequence[int]) -> float:
-    """Return the factor, 1 to `MOST_GROWTH`, by which a later run may need more than the largest run.
+    """Return the factor, 1 to `MOST_GROWTH`, by which a later run may need more than the largest past run.
 
-    Runs differ in memory where inputs change size. If the logarithms of their needs are spread evenly, the end of that
-    range is expected above the largest of *n* by the average distance between two of them: a factor of
-    (largest ÷ median)^(2 ÷ (*n* - 1)). It is 1 where all are equal, and approaches 1 with many runs. The median and not
-    the smallest, because a single run on a few inputs, to try the task out, says nothing of large ones.
+    Runs differ in memory where inputs change size. If the logarithms of *n* needs are spread evenly over a range, the
+    upper end of the range is expected above the largest need by the average distance between two needs: a factor of
+    (largest ÷ median)^(2 ÷ (*n* - 1)). The factor is 1 if all needs are equal, and approaches 1 with many runs. The
+    median is used and not the smallest need: a single trial run on a few inputs says nothing about large inputs.
     """
     known = [size for size in sizes_bytes if size > 0]
     if len(known) < 2:
@@ -256,9 +253,9 @@ def growth_factor(sizes_bytes: Sequence[int]) -> float:
 
 
 def _growth(completed: Sequence[PastRun]) -> float:
-    """Return the largest growth factor: of steady memory, of the other runs, and of both within a cap."""
-    # The whole memory of a run is not compared with another's steady memory: they differ in equal runs. Nor is memory
-    # on a device to itself, where a first step may have taken much more than it needs.
+    """Return the largest growth factor of three groups: steady memory, whole memory of the other runs, and all runs."""
+    # Whole and steady memory differ in equal runs, so they are compared in the last group only: there whole memory
+    # counts for runs with a cap, and steady memory without a cap, where a first step may take much more than it needs.
     steady = [run.steady_live_bytes for run in completed if run.steady_live_bytes is not None]
     others = [run for run in completed if run.steady_live_bytes is None]
     sizes = [steady, [_basis_bytes(run) for run in others]]
@@ -270,7 +267,7 @@ def _growth(completed: Sequence[PastRun]) -> float:
 
 
 def _basis_bytes(run: PastRun) -> int:
-    """Return the live bytes that a run's need is computed from; the process's bytes if no framework reports any."""
+    """Return the bytes from which a run's need is computed: steady live, else live, else those of the process."""
     live = run.live_bytes if run.steady_live_bytes is None else run.steady_live_bytes
     return (run.process_bytes or 0) if live is None else live
 
@@ -278,13 +275,13 @@ def _basis_bytes(run: PastRun) -> int:
 def _need_bytes(run: PastRun, context_bytes: int, growth: float) -> int:
     basis = _basis_bytes(run)
     need = max(int(basis * LIVE_FACTOR * growth), basis + LIVE_MARGIN_BYTES)
-    # The process as a whole includes its context.
+    # The bytes of a whole process include its context.
     whole = run.live_bytes is None and run.steady_live_bytes is None
     return need if whole else need + context_bytes
 
 
 def _whole_need_bytes(completed: Sequence[PastRun]) -> int:
-    """Return the largest need of runs by all their allocated memory, first steps included."""
+    """Return the largest need of runs, computed from all their allocated memory, first steps included."""
     context = max((run.context_bytes for run in completed), default=0)
     whole = (
         run if run.live_bytes is None else replace(run, steady_live_bytes=None) for run in completed
@@ -293,14 +290,14 @@ def _whole_need_bytes(completed: Sequence[PastRun]) -> int:
 
 
 def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
-    """Return the smallest budget believed to be enough, by the runs themselves; 0: none ran short."""
+    """Return the smallest budget believed to be enough, without the floors recorded in runs; 0: no run was short."""
     too_small = 0
     next_bytes = 0
     measured = [run for run in completed if _is_measured(run)]
     context = max((run.context_bytes for run in measured), default=0)
     need = max((_need_bytes(run, context, 1.0) for run in measured), default=0)
     for run in past:
-        # A run with a whole device says nothing of smaller budgets.
+        # A run that had the whole device says nothing about smaller budgets.
         limited = run.cap_bytes is not None or (run.process_bytes or 0) > run.budget_bytes
         if run.cause == "own_cap" and limited:
             factor, least = OOM_FACTOR, run.wanted_bytes or 0
@@ -321,7 +318,7 @@ def _floor_bytes(past: Sequence[PastRun], completed: Sequence[PastRun]) -> int:
 
 
 def _pinched(run: PastRun, completed: Sequence[PastRun]) -> bool:
-    """Return whether a run's cap made it slow: it had retries, and a run with a larger cap was faster."""
+    """Return whether a cap slowed a run down: the run had allocation retries, and a run with a larger cap was faster."""
     if run.cap_bytes is None or not run.alloc_retries:
         return False
     roomier = [r for r in completed if r.cap_bytes is None or r.cap_bytes > run.cap_bytes]

@@ -1,6 +1,6 @@
-"""Cause of an out-of-memory, and the memory that the task run's next process gets.
+"""Cause of an out-of-memory, and the memory of the next process of the same task run.
 
-Pure. `prefect_gpu.runner.submission` starts the next process; `history` learns from it for later runs.
+Pure. `prefect_gpu.runner.submission` starts the next process. `history` learns budgets of later task runs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from prefect_gpu.scheduling.history import OOM_FACTOR
 from prefect_gpu.scheduling.model import ONLY_ON, DeviceKind
 from prefect_gpu.units import MIB, format_bytes, size_in_tag
 
-#: own_cap: the task needs more than its budget. foreign: other people's processes took the memory. crowded: our own
-#: processes filled the device, this one within its budget. host: the machine's own memory ran out. unknown: killed for
-#: an unknown reason.
+#: Why a process ran out of memory. own_cap: the task needs more than its budget. foreign: processes of other programs
+#: took the memory. crowded: other tasks filled the device while this process was within its budget. host: the machine's
+#: own memory ran out. unknown: the process was killed for an unknown reason.
 Cause = Literal["own_cap", "foreign", "crowded", "host", "unknown"]
 
-#: Most processes of one task run because of out-of-memory, the first included.
+#: Most processes of one task run that runs out of memory, the first included.
 MOST_PROCESSES = 5
 
 #: Consecutive out-of-memory errors with another cause than `own_cap`, after which the task gets a whole device.
 MOST_SHARED = 3
 
-#: Growth of other people's memory below this filled no device: desktops and drivers come and go.
+#: Least growth of foreign memory that can be the cause: desktops and drivers take and free a little all the time.
 LEAST_GROWTH_BYTES = 64 * MIB
 
-#: Factor on the bytes that an error says were wanted: sizes are rounded on the way.
+#: Factor on the bytes that an error message says were asked for: the message has rounded sizes.
 WANTED_FACTOR = 1.1
 
-#: Advice after the last out-of-memory of a task run, by cause; for `own_cap` where no budget is large enough.
+#: Advice after the last out-of-memory of a task run, by cause. That of `own_cap` is for tasks larger than any device.
 REMEDIES: Mapping[Cause, str] = {
     "own_cap": (
         "it must take less (a smaller batch, which find_batch_size finds; mixed precision) or have a larger device"
@@ -44,41 +44,41 @@ REMEDIES: Mapping[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Measurements of one out-of-memory. Bytes are those of the device where it happened."""
+    """Measurements of a process when it ran out of memory, on the device where that happened."""
 
-    #: The budget of the process there.
     budget_bytes: int
-    #: Bytes that its framework could allocate at most; `None`: no cap.
+    #: Most bytes that the framework was allowed to allocate; `None`: no cap.
     cap_bytes: int | None
-    #: Part of its budget for memory that no framework counts.
+    #: Part of the budget for memory that no framework counts.
     context_bytes: int = 0
-    #: Bytes that the failed allocation asked for; `None`: its message does not say.
+    #: Bytes that the failed allocation asked for; `None`: the error does not say.
     wanted_bytes: int | None = None
-    #: Bytes that its framework held when it failed; `None`: not reported.
+    #: Bytes that the framework held; `None`: not reported.
     held_bytes: int | None = None
-    #: Bytes that the device showed for the process when it failed; `None`: not reported.
+    #: Bytes that the device showed for the process; `None`: not reported.
     process_bytes: int | None = None
-    #: Bytes that the device had free when it failed; `None`: it was not read.
+    #: Free bytes of the device; `None`: the device was not read.
     free_bytes: int | None = None
-    #: Bytes by which others' memory there had grown since the process was placed.
+    #: Bytes by which foreign memory on the device had grown since the process was placed.
     foreign_growth_bytes: int = 0
-    #: Whether the process's own cap refused, by the error's text; `None`: it does not say.
+    #: Whether the framework's cap refused the allocation, by the error's text; `None`: the text does not say.
     says_own_cap: bool | None = None
-    #: No other GPU task was on the device.
+    #: Whether no other GPU task was on the device.
     alone: bool = False
-    #: Its need was not known, and its budget was the free memory of a device beside other tasks.
+    #: Whether the task's need was not known, and its budget was the memory that other tasks left free.
     shared_probe: bool = False
 
 
 def classify(evidence: Evidence) -> Cause:
-    """Return the cause of an out-of-memory in a framework.
+    """Return the cause of an out-of-memory in a framework: `own_cap`, `foreign` or `crowded`.
 
-    The cap is the cause if the device had the wanted bytes free. Otherwise the cause is, in this order: growth of other
-    people's processes, this process's own need, or neither.
+    `own_cap` if the error says so, or a process with a cap failed while the device had the wanted bytes free. Otherwise
+    `foreign` if foreign memory grew by the missing bytes, `own_cap` if the process needs more than its budget or is alone
+    on the device, and `crowded` in all other cases.
     """
     if evidence.says_own_cap:
         return "own_cap"
-    # `False`: the error says that something else than the cap refused.
+    # `says_own_cap=False`: the error says that the device refused, not the cap.
     capped = evidence.cap_bytes is not None and evidence.says_own_cap is None
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
@@ -103,7 +103,7 @@ def _needs_more_than_its_budget(evidence: Evidence, wanted_bytes: int) -> bool:
 
 
 def needed_bytes(evidence: Evidence) -> int | None:
-    """Return the bytes that the process would have needed on its device in all; `None`: not known."""
+    """Return the bytes held at an out-of-memory plus those of the failed allocation; `None`: not known."""
     if evidence.wanted_bytes is None:
         return None
     held = evidence.process_bytes
@@ -116,26 +116,27 @@ def needed_bytes(evidence: Evidence) -> int | None:
 class OomHistory:
     """The processes of one task run so far, and the memory that they were given."""
 
-    #: Number of its processes.
+    #: Number of processes, the current one included.
     processes: int = 1
     #: Consecutive out-of-memory errors with another cause than `own_cap`.
     shared: int = 0
-    #: The last process had a whole device.
+    #: Whether the last process had a whole device.
     whole_device: bool = False
-    #: Most bytes given after an out-of-memory; 0: none yet.
+    #: Most bytes given to a process after an out-of-memory; 0: none yet.
     reached_bytes: int = 0
-    #: The last process got the bytes in the error of a probe beside others.
+    #: Whether the budget of the last process was computed from the error of a shared probe.
     from_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NextAttempt:
-    """Memory that the next process of a task run gets."""
+    """Memory of the next process of a task run after an out-of-memory."""
 
+    #: History of the task run, with the next process counted.
     climb: OomHistory
-    #: Bytes to reserve on each device; `None`: a device to itself, all that it has free.
+    #: Bytes to reserve on each device; `None`: a device to itself.
     budget_bytes: int | None
-    #: For the log: why, and how much.
+    #: Cause and size, as text for the log.
     reason: str
 
 
@@ -147,11 +148,11 @@ def next_attempt(
     whole_bytes: int = 0,
     alike: bool = True,
 ) -> NextAttempt | str:
-    """Return the memory of the next process, or, if there is none, the reason as text for the error.
+    """Return the memory of the next process of a task run, or the reason, as text for the error, why there is no next one.
 
-    `capacity_bytes` is the most that could ever be reserved on the largest device that the task may use, `whole_bytes`
-    is known to be enough for past runs with their first steps (0: not known). `climb` counts the process that has
-    just failed. `alike`: all devices that the task may use are of one model.
+    `climb` counts the process that has just failed. `capacity_bytes` is the most that can be reserved on the largest
+    device that the task may use. `whole_bytes` is `LearnedBudget.whole_bytes` (0: not known). `alike`: all devices that
+    the task may use are of one model.
     """
     needed, wanted = needed_bytes(evidence), _wanted(evidence)
     budget = format_bytes(evidence.budget_bytes)
@@ -168,7 +169,7 @@ def next_attempt(
             int(evidence.budget_bytes * OOM_FACTOR), int((needed or 0) * WANTED_FACTOR), whole_bytes
         )
         if climb.processes == MOST_PROCESSES - 1:
-            # Its last process: a task does not fail for lack of memory that the device has.
+            # The last process gets all memory: a task does not fail while its device has memory left.
             more = capacity_bytes
         grown = replace(climb, shared=0)
         return _give(grown, more, capacity_bytes, alike, _shortage(cause, evidence))
@@ -180,7 +181,7 @@ def next_attempt(
     reason = _shortage(cause, evidence)
     grown = replace(climb, shared=shared)
     if shared == MOST_SHARED or climb.whole_device:
-        # Other people's processes may fill a whole device too: it may be another device next time.
+        # Foreign processes may fill a whole device, too. The next process may get another device.
         return _give(grown, capacity_bytes, capacity_bytes, alike, reason)
     return _give(grown, evidence.budget_bytes, capacity_bytes, alike, reason)
 
@@ -188,9 +189,9 @@ def next_attempt(
 def _give_needed(
     climb: OomHistory, cause: Cause, evidence: Evidence, capacity_bytes: int, alike: bool
 ) -> NextAttempt:
-    """Return the memory after a probe beside others: the bytes that its error says it needs, then a whole device."""
-    # Its cap was what its neighbours left, so a multiple of it says nothing. The error names one allocation and not
-    # those after it: a whole device is next, and the body begins three times at most.
+    """Return the memory after a shared probe: the bytes that its error shows, after a second failure a whole device."""
+    # A multiple of the cap would say nothing, since the cap depended on the neighbours. The error shows one allocation,
+    # not later ones, so a whole device is next: the body begins three times at most.
     asked = int((needed_bytes(evidence) or 0) * WANTED_FACTOR)
     enough = asked > (evidence.budget_bytes if cause == "own_cap" else 0)
     from_error = evidence.shared_probe and enough and asked < capacity_bytes
@@ -204,7 +205,7 @@ def _give_needed(
 
 
 def _shortage(cause: Cause, evidence: Evidence) -> str:
-    """Return what went wrong, as text for the log."""
+    """Return the cause of an out-of-memory as text for the log."""
     budget = format_bytes(evidence.budget_bytes)
     if cause == "own_cap":
         return f"{budget} were not enough"
@@ -220,9 +221,9 @@ def _wanted(evidence: Evidence) -> str:
 def last_words(
     cause: Cause, evidence: Evidence, rung: NextAttempt | str, capacity_bytes: int, kind: DeviceKind
 ) -> str:
-    """Return why a task run ends out of memory and what to write next time, as text for its state.
+    """Return why a task run fails out of memory, with advice, as text for its state.
 
-    `rung` and `capacity_bytes` are those of `next_attempt`; a `NextAttempt` is what the task run would get without `gpu:oom=fail`.
+    `rung` is the result of `next_attempt` for the same `capacity_bytes`: a `NextAttempt` if only `gpu:oom=fail` stops it.
     """
     if isinstance(rung, str):
         return f"{rung}: {REMEDIES[cause]}" if cause in REMEDIES else rung

@@ -1,15 +1,13 @@
-"""Free memory of a device for new reservations, and memory that ended processes did not give back.
+"""Free memory of a device for new reservations, and memory that an ended process did not return.
 
-Pure arithmetic over one snapshot. The formula:
+Pure. The formula for a device d and the processes j of this package's tasks on d:
 
-    foreign(d) = used(d) - sum of measured(j)            over our processes j on d
-    free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured))
-                 - headroom
+    foreign(d) = used(d) - sum of measured(j)
+    free(d)    = min(driver_free, total - system_reserved - foreign - sum of max(reserved, measured)) - headroom
 
-Shared probes are reserved at their caps, which may add up to more than the device has. For one more probe they count
-less (`probes`), unless a task with a budget is on the device.
-
-Which device a task gets is decided in `placement`.
+A probe (first run, need unknown) that shares its device reserves its cap, and the caps may add up to more than the
+device has. For one more probe they count less (`probes`), unless a task with a budget is on the device. `placement`
+chooses devices.
 """
 
 from __future__ import annotations
@@ -22,35 +20,34 @@ from types import MappingProxyType
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Reservation
 from prefect_gpu.units import MIB
 
-#: Bytes by which a process may pass its budget without a warning: contexts differ by some MiB from one run to
-#: the next, allocators' segments and the driver's rounding are tens of MiB.
+#: Bytes by which a process may exceed its budget without a warning: contexts differ by some MiB from one run to the
+#: next, allocators' segments and the driver's rounding are tens of MiB.
 OVERSHOOT_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceState:
-    """One device in a scheduling pass: a snapshot less the reservations."""
+    """One device in a scheduling pass: a snapshot, the reservations, and the free memory computed from both."""
 
     snapshot: DeviceSnapshot
     #: Bytes free for new reservations; negative where foreign processes took reserved memory.
     free_bytes: int
     #: Bytes that processes of other programs hold.
     foreign_bytes: int
-    #: Bytes that could be reserved on it if it were empty: usable − headroom.
+    #: Bytes that could be reserved on the empty device: usable − headroom.
     capacity_bytes: int
-    #: Reservations on it.
     reservations: tuple[Reservation, ...] = ()
-    #: Bytes free for one more probe; `None`: as `free_bytes`.
+    #: Bytes free for one more probe; `None`: as many as `free_bytes`.
     probe_bytes: int | None = None
 
     @property
     def free_for_probes_bytes(self) -> int:
-        """Bytes free for one more probe: other probes there count at less than their caps."""
+        """Bytes free for one more probe: the device's other probes count at less than their caps."""
         return self.free_bytes if self.probe_bytes is None else self.probe_bytes
 
     @property
     def room_bytes(self) -> int:
-        """Bytes free for a probe or a task with a budget, whichever are more."""
+        """Bytes free for one more probe or one more task with a budget, the larger of the two."""
         return max(self.free_bytes, self.free_for_probes_bytes)
 
     @property
@@ -60,11 +57,11 @@ class DeviceState:
 
     @property
     def device(self) -> Device:
-        """The device itself."""
+        """The device of the snapshot."""
         return self.snapshot.device
 
     def after(self, reservation: Reservation) -> DeviceState:
-        """Return the state once `reservation` is made."""
+        """Return the device's state with one more reservation."""
         probe_bytes = None
         if reservation.probe is not None and not self.has_budgets:
             probe_bytes = self.free_for_probes_bytes - reservation.probe.counts_bytes
@@ -83,11 +80,11 @@ class DeviceState:
 def measure(
     snapshot: DeviceSnapshot, roots: Mapping[int, str], stand_ins: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the bytes that each request holds on one device; requests that hold nothing are left out.
+    """Return the bytes that the processes of each request hold on one device, by request id, without zeros.
 
-    `roots` has the request id of each child process that may use the device, by process id. `stand_ins` has bytes by
-    request id: from the child's own counters plus the measured context, for devices that cannot attribute memory to a
-    process (WSL, some containers and MIG set-ups), and from another flow, for processes without an id here (containers).
+    `roots` has the request ids of the child processes that may use the device, by process id. `stand_ins` has estimates
+    in bytes, by request id, where the driver does not report memory by process. They come from a child's own counters
+    plus the measured context (WSL, some containers and MIG set-ups), or from another flow (containers).
     """
     measured: dict[str, int] = {}
     untold: set[str] = set()
@@ -101,8 +98,8 @@ def measure(
             untold.add(request_id)
         else:
             measured[request_id] = measured.get(request_id, 0) + process.used_bytes
-    # A stand-in explains only memory of unlisted processes: a task that computes on the first of its two devices holds
-    # nothing on the second, whatever its counters say.
+    # An estimate counts at most the memory that no listed process explains: a task that computes on the first of its
+    # two devices holds nothing on the second, whatever its counters say.
     unlisted = max(0, snapshot.used_bytes - listed)
     for request_id in dict.fromkeys((*roots.values(), *stand_ins)):
         if request_id in untold or request_id not in measured:
@@ -115,7 +112,7 @@ def measure(
 
 
 def lent_bytes(reservations: Iterable[Reservation]) -> Mapping[str, int]:
-    """Return the bytes that requests lend to others on a device, by the lender's id."""
+    """Return the bytes that requests lend to requests made inside their tasks (`nested`), by the lender's request id."""
     lent: Counter[str] = Counter()
     for reservation in reservations:
         for lender, size_bytes in reservation.loans:
@@ -130,10 +127,10 @@ def device_state(
     headroom_bytes: int,
     probe_counts: Mapping[str, int] = MappingProxyType({}),
 ) -> DeviceState:
-    """Return the state of one device.
+    """Return the state of one device by the formula of this module.
 
-    `measured` is from `measure`; `headroom_bytes` stay free for memory that is not counted. `probe_counts` has the bytes
-    at which a shared probe counts for other probes (`probes.counted_bytes`), by request id; if missing, its cap.
+    `measured` is the result of `measure`; `headroom_bytes` are never reserved. `probe_counts` has the bytes at which a
+    shared probe counts for other probes (`probes.counted_bytes`), by request id; a missing probe counts at its cap.
     """
     counted, usable = sum(measured.values()), snapshot.usable_bytes
     foreign = max(0, snapshot.used_bytes - counted)
@@ -165,9 +162,9 @@ def device_state(
 
 
 def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
-    """Return the bytes in use that no listed process holds, to which leaks add.
+    """Return the bytes in use that no listed process holds. Memory that an ended process leaked adds to them.
 
-    `None`: not known by process, or a host device, where the kernel takes back all memory of an ended process.
+    `None`: memory is not known by process, or a host device, where the kernel frees all memory of an ended process.
     """
     if snapshot.device.kind == "host" or snapshot.error or not snapshot.device.attributed:
         return None
@@ -181,11 +178,11 @@ def ownerless_bytes(snapshot: DeviceSnapshot) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Memory of an ended process, as a snapshot of its device shows it."""
+    """Whether a device has the memory of an ended process free again, by a snapshot."""
 
-    #: Nothing of the process is left: its reservation can be released.
+    #: Whether no memory of the process is left, so that its reservation can be released.
     complete: bool
-    #: Bytes still missing; `None`: cannot be told on this device.
+    #: Bytes that are not free yet; `None`: not known on this device.
     missing_bytes: int | None
 
 
@@ -197,12 +194,11 @@ def judge_recovery(
     bookkeeping_bytes: int = 0,
     suspended_bytes: int = 0,
 ) -> Recovery:
-    """Return whether a device shows the memory of an ended process back, in a reading taken after its end.
+    """Return whether the memory of an ended process is free again, by a snapshot taken after its end.
 
-    `ownerless_before` is `ownerless_bytes` of the device before the process started. A difference of `tolerance_bytes` on
-    an otherwise empty device is not reported. `bookkeeping_bytes` is the driver's memory for each listed process beside
-    the listed bytes, since others may have come, and `suspended_bytes` that for suspended processes, which it does not
-    list.
+    `ownerless_before` is the result of `ownerless_bytes` before the process started. Its growth is not reported up to
+    `tolerance_bytes`, plus `bookkeeping_bytes` for each other listed process (the driver's memory beside the listed
+    bytes), plus `suspended_bytes`, the driver's memory for suspended processes, which it does not list.
     """
     if snapshot.error:
         return Recovery(complete=False, missing_bytes=None)
@@ -214,8 +210,7 @@ def judge_recovery(
     if ownerless_before is None:
         return Recovery(complete=not lingering, missing_bytes=held if lingering else None)
     if now is None:
-        # A process that is just ending is listed without bytes for a moment (seen on an H200): the next
-        # reading says more.
+        # An ending process is listed without bytes for a moment (seen on an H200). The next reading decides.
         return Recovery(complete=False, missing_bytes=None)
     missing = held + max(0, now - ownerless_before)
     others = len(snapshot.processes) - len(lingering)

@@ -1,6 +1,6 @@
-"""The values that scheduling decides over: devices, snapshots, requests, placements, reservations.
+"""Devices, snapshots, requests, placements and reservations: the values of all scheduling decisions.
 
-Free memory is computed in `memory`, a device is chosen in `placement`, requests are ordered in `scheduling_pass`.
+`memory` computes free memory, `placement` chooses devices, `scheduling_pass` orders requests.
 """
 
 from __future__ import annotations
@@ -11,71 +11,70 @@ from typing import Literal, TypeAlias, Union
 
 DeviceKind = Literal["nvml", "host", "simulated"]
 
-#: Words that advice adds to a size found on other devices than GPUs: a GPU also needs memory for a context.
+#: Text that advice adds to a memory size, by the kind of device where it was found: only a GPU needs a context.
 ONLY_ON: Mapping[DeviceKind, str] = {
     "nvml": "",
     "host": " (host devices only: the machine's memory, not a GPU's)",
     "simulated": " (simulated devices only)",
 }
 
-#: Machine and UUID of a device.
+#: Machine and UUID of a device: a UUID is unique on its machine only.
 DeviceKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One device that exists, keyed by `uuid`; nothing here changes while a process runs."""
+    """Identity and fixed properties of one device."""
 
-    #: `GPU-…`, `MIG-…`, `HOST-…` or `SIM-…`; unique on its host.
+    #: `GPU-…`, `MIG-…`, `HOST-…` or `SIM-…`; unique on its machine.
     uuid: str
-    #: Position among the runner's devices on its own node, from 0, as in `gpu:device=0`.
+    #: Position among the runner's devices on the same node, from 0, as in `gpu:device=0`.
     index: int
     #: Product name, as NVML reports it: "NVIDIA H200".
     name: str
-    #: Its whole memory in bytes, the driver's own part included.
+    #: Total memory, with the driver's own part.
     total_bytes: int
-    #: The reader that knows it.
+    #: Kind of the device reader.
     kind: DeviceKind
-    #: Name of its node. Several nodes of a cluster may be on one machine.
+    #: Name of the node. Several nodes of a cluster may be on one machine.
     host: str
-    #: Index among NVML's devices, which is not CUDA's; `None`: NVML does not know it.
+    #: Index among NVML's devices, which is not CUDA's; `None`: not a device of NVML.
     nvml_index: int | None = None
     #: Driver version, by which context sizes differ: "580.159.04"; empty for host and simulated devices.
     driver: str = ""
-    #: Identity of its machine since boot, equal in all containers (their names differ); empty: `host` identifies it.
+    #: Identity of the machine since boot, the same in all its containers (host names differ); empty: `host` identifies it.
     machine: str = ""
-    #: Whether the driver's numbers by process can be attributed to the flow's; false in a container: `devices.nvml`.
+    #: Whether memory can be attributed to the flow's processes; `False` in a container, see `devices.nvml`.
     attributed: bool = True
-    #: Whether `host` is the name of a node of a cluster. Reports and messages then name it.
+    #: Whether `host` is the name of a cluster node. Reports and messages then show it.
     in_cluster: bool = False
-    #: GPUs of the machine, also those that the runner does not use; 0: not known.
+    #: Number of GPUs of the machine, with those that the runner does not use; 0: not known.
     machine_gpus: int = 0
-    #: Machine and UUID: a UUID is unique on its machine only.
     key: DeviceKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Made once: a scheduling pass looks it up for each device.
+        # Made once: a scheduling pass looks up the key of each device.
         object.__setattr__(self, "key", (self.machine or self.host, self.uuid))
 
     @property
     def node(self) -> str:
-        """Name of its cluster node; empty: not in a cluster."""
+        """Name of the cluster node; empty: not in a cluster."""
         return self.host if self.in_cluster else ""
 
     @property
     def label(self) -> str:
-        """Its name in messages: `device 0`, and in a cluster node and index, as in `gpu:device=NODE:0`."""
+        """Name in messages: `device 0`, or in a cluster `NODE:0`, as in `gpu:device=NODE:0`."""
         return f"{self.host}:{self.index}" if self.in_cluster else f"device {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUse:
-    """Memory of one process on one device, as a reader saw it."""
+    """Memory of one process on one device, as a device reader reports it."""
 
     pid: int
-    #: Id of the child process that it is or was started by; `None`: there is none, or the reader cannot tell.
+    #: Process id of the task's child process: this process or an ancestor of it. `None`: no such process, or not known.
     root_pid: int | None
-    #: Bytes that it holds; `None` where the driver does not say (WSL).
+    #: `None`: the driver does not report it (WSL).
     used_bytes: int | None
 
 
@@ -86,75 +85,74 @@ class DeviceSnapshot:
     device: Device
     #: Monotonic seconds of the reading.
     at_s: float
-    #: Bytes free, as the driver reports it. It is exact where sums over processes are not.
+    #: Free bytes by the driver's count, which is exact. Sums over processes are not.
     free_bytes: int
     #: Bytes of `device.total_bytes` that the driver always reserves.
     system_reserved_bytes: int = 0
-    #: Processes that hold memory on it.
     processes: tuple[ProcessUse, ...] = ()
-    #: Why the device cannot be used ("fell off the bus"), and the other numbers mean nothing; empty: it can.
+    #: Why the device cannot be used ("fell off the bus"): the other fields are then invalid. Empty: no error.
     error: str = ""
-    #: Part of the time (0 to 1) in which the device computed, over the last readings; `None`: not known.
+    #: Fraction of the time in which the device computed, over the last readings; `None`: not known.
     busy_fraction: float | None = None
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that processes hold, known or not: total less free less reserved by the driver."""
+        """Bytes that processes hold, listed or not: total less free less the driver's own."""
         return max(0, self.device.total_bytes - self.system_reserved_bytes - self.free_bytes)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that an otherwise empty device could give to processes."""
+        """Bytes that the empty device could give to processes."""
         return max(0, self.device.total_bytes - self.system_reserved_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReading:
-    """Resources of one cluster node for processes."""
+    """Host memory, process limit and standbys of one cluster node."""
 
-    #: Bytes of the node's own memory that new processes could use.
+    #: Bytes of host memory for new processes.
     available_bytes: int
-    #: Most processes of one broker at a time on the node; `None`: as many as the broker may have.
+    #: Most processes that one broker may have on the node at a time; `None`: only the broker's own limit.
     max_processes: int | None = None
-    #: Standbys that wait for a task, by their kind as `Request.standby` names it.
+    #: Number of standbys that wait for a task, by kind (`Request.standby`).
     standbys: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """All devices of one runner's specification, read in one go."""
+    """Snapshots of all devices of a runner, read together, with the host resources."""
 
-    #: Monotonic seconds.
+    #: Monotonic seconds of the reading.
     at_s: float
     snapshots: tuple[DeviceSnapshot, ...]
     #: Bytes of this machine's memory for new processes: the lower of the kernel's estimate and the control group's rest.
     host_available_bytes: int
-    #: Why nothing could be read (NVML stopped answering); empty: `snapshots` is good.
+    #: Why no device could be read (NVML stopped answering); empty: no error.
     error: str = ""
-    #: Cluster nodes by `Device.host`; a node that is missing has no limit. Empty: all devices are in this machine.
+    #: Cluster nodes by `Device.host`. A missing node has no limit. Empty: all devices are in this machine.
     nodes: Mapping[str, NodeReading] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBudgets:
-    """Bytes on each device by its model, as histories know them."""
+    """Learned budgets of a task, in bytes by device model (`Device.name`)."""
 
-    #: Model name and bytes. A missing model: a device to itself.
+    #: Pairs of model and bytes. For a missing model no budget is known: the task gets a device to itself.
     by_model: tuple[tuple[str, int], ...]
 
     def get(self, device_name: str) -> int | None:
-        """Return the bytes for a model; `None`: it is missing."""
+        """Return the bytes for a model; `None`: the model is missing."""
         return dict(self.by_model).get(device_name)
 
 
-#: Memory asked of each device: bytes (`int`), a fraction of its total (`float` in (0, 1]), bytes by model, or a device
-#: to itself because the need is not known (`None`).
+#: Memory asked of each device: bytes (`int`), a fraction of the device's total (`float` in (0, 1]), bytes by model, or
+#: `None`: the need is not known, and the request asks for a device to itself.
 Memory: TypeAlias = Union[int, float, ModelBudgets, None]  # noqa: UP007
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Devices and memory that one process of a task asks for."""
+    """Devices and memory asked for one process of a task."""
 
     #: Unique among all requests of this Python process.
     id: str
@@ -163,45 +161,44 @@ class Request:
     sequence: int
     #: Monotonic seconds when the request was made.
     submitted_s: float
-    #: Memory asked of each device.
     memory: Memory = None
-    #: Devices asked for, all on one node or none.
+    #: Number of devices asked for, all on one node.
     count: int = 1
     #: Indices ("0"), nodes and indices ("gpu-2:0") or UUID prefixes ("GPU-1a"), in the author's order; empty: any.
     devices: tuple[str, ...] = ()
-    #: No other GPU task may be on its devices.
+    #: Whether no other GPU task may be on the same devices.
     exclusive: bool = False
     #: Higher starts first.
     priority: int = 0
-    #: Bytes of the machine's own memory that the process is expected to take.
+    #: Host memory that the process is expected to take.
     host_bytes: int = 0
-    #: Seconds for which it is expected to hold its devices, from its past runs; `None`: not known.
+    #: Seconds for which the process is expected to hold its devices, from past runs; `None`: not known.
     expected_s: float | None = None
-    #: Another broker of the machine at which it waits; empty: the deciding broker.
+    #: Another broker of the machine, in whose queue the request waits; empty: the broker that decides.
     origin: str = ""
-    #: Names of the nodes that it may use; empty: any.
+    #: Names of the nodes that the request may use; empty: any.
     nodes: tuple[str, ...] = ()
-    #: Kind of standby that suits it; nodes that have one are preferred. Empty: none suits.
+    #: Kind of standby that can run the task: nodes with one are preferred. Empty: no kind.
     standby: str = ""
-    #: Its task run, with a name for people, and its flow run; empty: not known.
+    #: Task run, its name for people, and its flow run; empty: not known.
     task_run_id: str = ""
     task_run_name: str = ""
     flow_run_id: str = ""
-    #: Cap of a probe that may share a device, as a part (0 to 1] of the device's offer; see `probes`. 0: not shared.
+    #: Cap of a probe that may share a device, as a fraction of the memory offered to it; see `probes`. 0: not shared.
     probe_fraction: float = 0.0
-    #: `memory` has the caps that another broker has chosen for a probe.
+    #: Whether `memory` has the caps that another broker has chosen for a probe.
     confirms_probe: bool = False
-    #: Its process may be suspended for a request of higher priority, or moved to another device; see `preemption`.
+    #: Whether the process may be suspended for a request of higher priority, or moved to another device (`preemption`).
     preemptible: bool = False
-    #: It resumes a suspended process.
+    #: Whether the request resumes a suspended process.
     returns: bool = False
-    #: It resumes a process that is moved, since another device has room for it; it is considered before all others.
+    #: Whether it resumes a process that moves to another device with room: considered before all other requests.
     returns_first: bool = False
-    #: Requests of the GPU tasks inside which it was made, by id, the outermost first; see `nested`.
+    #: Ids of the requests of the GPU tasks inside which the request was made, outermost first; see `nested`.
     ancestors: tuple[str, ...] = ()
 
     def need_bytes(self, device: Device) -> int | None:
-        """Return the bytes of `device` that the request asks for; `None`: all that it has free."""
+        """Return the bytes of `device` that the request asks for; `None`: all free memory."""
         if self.memory is None:
             return None
         if isinstance(self.memory, ModelBudgets):
@@ -213,34 +210,33 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Marks the reservation of a task with unknown need that shares its device."""
+    """Mark on the reservation of a probe (first run, need unknown) that shares its device."""
 
-    #: Monotonic seconds when it was placed.
+    #: Monotonic seconds when the probe was placed.
     since_s: float
-    #: Least bytes at which it counts for other probes until its growth has settled.
+    #: Least bytes at which the probe counts for other probes, until its memory stops growing.
     counts_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Bytes of one device that are kept for one request."""
+    """Bytes of one device that are promised to one request."""
 
     request_id: str
     #: Machine of the device, as in `Device.key`.
     machine: str
     device_uuid: str
-    #: Bytes reserved, the context included.
+    #: Bytes reserved, context included.
     reserved_bytes: int
-    #: No other GPU task may be on the device while this holds.
+    #: Whether no other GPU task may be on the device during the reservation.
     exclusive: bool = False
-    #: Name of the task, for messages.
     task_name: str = ""
-    #: Monotonic seconds of its expected end; `None`: not known.
+    #: Monotonic seconds of the expected end; `None`: not known.
     ends_s: float | None = None
-    #: `None`: its task's need is known, or it has the device to itself. Otherwise `reserved_bytes` is the process's cap,
-    #: and the caps of several probes may add up to more than the device has.
+    #: Set for a probe that shares its device: `reserved_bytes` is then its cap, and several caps may add up to more
+    #: than the device has. `None`: the task's need is known, or it has the device to itself.
     probe: Probe | None = None
-    #: Part of `reserved_bytes` lent by requests of tasks around it, by request id; see `nested`.
+    #: Bytes of `reserved_bytes` that requests of the surrounding tasks lend, as pairs with their ids; see `nested`.
     loans: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -251,10 +247,9 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one request runs: its devices in order, and its budget on each."""
+    """Devices of one request, in order, and the budget on each, context included."""
 
     request_id: str
     devices: tuple[Device, ...]
-    #: Bytes on each of `devices`, the context included.
     budget_bytes: tuple[int, ...]
     reservations: tuple[Reservation, ...] = field(default=())

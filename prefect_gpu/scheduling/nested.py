@@ -1,11 +1,11 @@
-"""Requests made inside a GPU task that waits for them while it holds memory.
+"""Requests made inside a GPU task that holds memory while it waits for their results.
 
-Pure. A request made inside a task is *stuck* if it cannot start before the end of a task that itself waits for such a
-request. A stuck request gets memory from the reservations of its ancestors, the tasks around it: an ancestor lends its
-unused bytes, and its reservation counts for less until the borrower has ended. If even that is too little, the request
-is hopeless; one hopeless request at a time is refused.
+Pure. Such a request is *stuck* if it can start only after the end of a task that waits for stuck requests (a deadlock).
+Its *ancestors* are the GPU tasks around it. A waiting ancestor lends a stuck request the unused bytes of its own
+reservation, which counts for less until the borrower has ended. If that is still too little memory, the request is
+*hopeless*: the scheduler refuses one hopeless request at a time.
 
-All other requests are ordered in `scheduling_pass`. The process of a body finds out whether the body waits.
+`scheduling_pass` places all other requests. The process of a task reports whether its body waits.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from prefect_gpu.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A request that holds devices and inside which requests may be made."""
+    """A placed request, whose task may make requests of its own."""
 
-    #: Requests of the GPU tasks around it, by id, the outermost first.
+    #: Ids of the requests of the GPU tasks around it, outermost first.
     ancestors: tuple[str, ...] = ()
-    #: Its body is blocked until tasks that it submitted end.
+    #: Whether the task's body is blocked until tasks that it submitted end.
     waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """Holders, reservations and measured memory of all devices after a pass."""
+    """Placed requests, reservations and measured memory of all devices after a scheduling pass."""
 
     #: All devices, with the reservations of the pass so far.
     states: Sequence[DeviceState]
-    #: All requests that hold devices, by id. The task of any other reservation does not wait.
+    #: Placed requests by id. A reservation of a request that is missing here counts as one whose task does not wait.
     holders: Mapping[str, Holder]
-    #: By device and request id: bytes that the process holds.
+    #: Bytes that a request's processes hold, by device and request id.
     measured: Mapping[DeviceKey, Mapping[str, int]]
 
     def waits(self, request_id: str) -> bool:
-        """Return whether the body of a request that holds devices waits."""
+        """Return whether a request is placed and its task's body waits for tasks that it submitted."""
         return request_id in self.holders and self.holders[request_id].waits
 
     def unused_bytes(self, reservation: Reservation, lent: Mapping[str, int]) -> int:
-        """Return the bytes of a reservation that are neither held by its process nor lent."""
+        """Return the bytes of a reservation that its processes do not hold and its request does not lend."""
         request_id = reservation.request_id
         held = self.measured.get(reservation.device_key, {}).get(request_id, 0)
         return max(0, reservation.reserved_bytes - lent.get(request_id, 0) - held)
@@ -71,10 +71,10 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """Placements of stuck requests, or a request to refuse."""
+    """Placements of stuck requests, or a hopeless request to refuse."""
 
     placements: tuple[tuple[Request, Placement], ...] = ()
-    #: Request to refuse if it is hopeless for longer than a moment; `None`: there is none.
+    #: Request to refuse if it stays hopeless for longer than a moment; `None`: no request.
     hopeless: Request | None = None
 
 
@@ -85,13 +85,13 @@ def rescue(
     max_tasks: int | None = None,
     now_s: float = 0.0,
 ) -> Rescue:
-    """Place stuck requests of this broker in memory that their ancestors lend, or find one that is to be refused.
+    """Return placements for this broker's stuck requests in memory lent by their ancestors, or a request to refuse.
 
-    Devices kept for other requests do not stop a stuck request: these wait for its ancestors. Of several hopeless
-    requests the last in the queue is refused: the end of its ancestor may be enough for the others.
+    Devices kept for other requests are used, too: those requests wait for the ancestors. Of several hopeless requests
+    the last in the queue is to be refused: the end of its ancestor may be enough for the others.
 
-    `waiting` has the requests made inside a task that a scheduling pass has left waiting, of all brokers. `max_tasks` is
-    the most tasks on a device at a time, waiting tasks not counted; `None`: as many as fit.
+    `waiting` has the requests of all brokers that were made inside tasks and still wait after a scheduling pass.
+    `max_tasks` is the most tasks on a device at a time, waiting tasks not counted; `None`: as many as fit.
     """
     stuck = find_stuck(waiting, scene, lends=False)
     placements: list[tuple[Request, Placement]] = []
@@ -110,11 +110,11 @@ def rescue(
 
 
 def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str]:
-    """Return the ids of requests that can start only after the end of a task that waits for one of them.
+    """Return the ids of stuck requests: each can start only after the end of a task that waits for one of them.
 
-    A task ends if it does not wait, or if all requests made inside it end. A request ends if it starts, and it starts
-    if a device could hold it beside all tasks without a known end. `lends`: waiting ancestors lend
-    their unused memory.
+    Assumed are: a task that does not wait ends; a waiting task ends once all requests made inside it have ended; a
+    request starts, and then ends, if devices could hold it beside the tasks that do not end. `lends`: waiting ancestors
+    lend their unused memory.
     """
     left = {request.id: request for request in waiting}
     inside: dict[str, set[str]] = {}
@@ -162,7 +162,7 @@ def _could_start(request: Request, scene: Scene, staying: Collection[str], lends
 
 
 def _is_quiet(request: Request, scene: Scene) -> bool:
-    """Return whether all tasks on a request's devices wait, and no task submitted inside them runs."""
+    """Return whether each task on a request's devices waits, and no task submitted inside such a task runs."""
     busy = {a for i, h in scene.holders.items() if not h.waits for a in (i, *h.ancestors)}
     try:
         states = select_devices(request, scene.states)
@@ -182,7 +182,7 @@ def _lenders(request: Request, scene: Scene) -> frozenset[str]:
 def _lend(
     request: Request, scene: Scene, style: PlacementStyle, max_tasks: int | None, now_s: float
 ) -> Placement | None:
-    """Place a request as if its ancestors' unused memory were free; `None`: there is too little now."""
+    """Place a request as if the unused memory of its waiting ancestors were free; `None`: too little memory now."""
     lenders = _lenders(request, scene)
     states = [
         state
@@ -194,7 +194,7 @@ def _lend(
     try:
         chosen = board.choose(request, board.named(request))
     except PlacementError:
-        # A device that the request names has `max_tasks` tasks.
+        # A device that the request names is not on the board: it has `max_tasks` tasks.
         return None
     if chosen is None:
         return None
@@ -207,8 +207,8 @@ def _lend(
 
 
 def _seen_from_inside(state: DeviceState, scene: Scene, lenders: Collection[str]) -> DeviceState:
-    """Return a device for a stuck request: without its ancestors, and with their unused memory free."""
-    # Waiting first runs count at their held memory: their reservations may add up to more than the device has.
+    """Return a device without the reservations of `lenders`, and with their unused memory free."""
+    # Waiting probes count at the memory that they hold: their reservations may add up to more than the device has.
     lent = lent_bytes(state.reservations)
     more = sum(
         scene.unused_bytes(each, lent)
@@ -228,7 +228,7 @@ def _loans(
     scene: Scene,
     lenders: Collection[str],
 ) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of a reservation that each ancestor lends, the nearest first; the rest is free memory."""
+    """Return the bytes of a reservation that each lender lends, the innermost first; the rest is free memory."""
     lent = lent_bytes(state.reservations)
     unused = Counter[str]()
     for each in state.reservations:
@@ -244,7 +244,7 @@ def _loans(
 
 
 def refusal(request: Request, scene: Scene) -> PlacementError:
-    """Return the error of a hopeless request, with the holders of memory and advice."""
+    """Return the error for a hopeless request: it lists the tasks on its devices and their memory, with advice."""
     whose = set(request.ancestors)
     devices: list[str] = []
     outer = "the outer task"

@@ -1,13 +1,11 @@
-"""Whether a request fits a device now, later or never, why, and which device it gets.
+"""Whether a request fits a device now, later or never, and the choice of devices for a request.
 
-Pure. `Board` has the devices of one scheduling pass, sorted by preference, from which a request gets one or several of
-one node. `scheduling_pass` decides when a request is considered and knows the host resources of nodes; `backfill`
-holds devices back for blocked requests.
+Pure. `Board` has the devices of one scheduling pass. `scheduling_pass` decides when a request is considered and checks
+the host resources of nodes; `backfill` keeps devices for blocked requests.
 
-Among the devices that a request may have and that have room for it now, the preference is, first to last: devices that
-are not busy, since a task on a busy one is slow for as long as it runs; devices that come first in `gpu:device`; devices
-of a node with a ready standby of the request's kind, which saves the seconds of its imports; the placement style. No
-request waits for a preferred device while another one has room for it.
+Devices with room for a request are preferred in this order: not busy (a task on a busy device is slow for as long as it
+runs); first in `gpu:device`; on a node with a ready standby of the request's kind (saves the seconds of imports); by
+placement style. No request waits for a preferred device while another device has room for it.
 """
 
 from __future__ import annotations
@@ -27,33 +25,30 @@ from prefect_gpu.scheduling.probes import allowance_bytes, offered_bytes, probe_
 from prefect_gpu.scheduling.reasons import Reason, WaitKind, shown_bytes, shown_names
 from prefect_gpu.units import GIB, format_bytes
 
-#: A device that computes for more of the time is chosen only if no other fits: one more task would slow down all there.
+#: A device that computes for a larger fraction of the time is busy: one more task would slow down all tasks there.
 BUSY_FRACTION = 0.8
 
 #: Most devices or nodes that a message about a cluster lists.
 MOST_LISTED = 16
 
-#: Returns whether a request may have the device at a position of the board.
+#: Function that returns whether a request may have the device at a position in `Board.states`.
 Allows: TypeAlias = Callable[[int, Request], bool]
 
-#: Devices that a request's tags name, in the order of `gpu:device`: position on the board to position of the name in
-#: the tag. Devices of several nodes may share a name; where only nodes are named, it is 0 for all.
+#: Devices that a request's tags name: position in `Board.states` to position of the name in `gpu:device`. Devices of
+#: several nodes may share a name. Without `gpu:device`, the position in the tag is 0.
 Named: TypeAlias = Mapping[int, int]
 
 
 class Board:
-    """All devices in one scheduling pass. A board is made anew for each pass, and placements are booked on it.
-
-    Devices that can take another task are sorted by free memory, so that choosing costs little however many there are.
-    A device is identified by its position in `states`, which are from one reading.
+    """All devices of one scheduling pass, each identified by its position in `states`. Placements are booked on the board.
 
     Args:
-        states: All devices.
+        states: All devices, from one reading.
         style: `spread` prefers the device with most free memory: on large devices tasks slow each other down
-            long before memory runs out. `pack` prefers the one with least.
+            long before memory runs out. `pack` prefers the device with least.
         max_tasks: Most tasks on a device at a time; `None`: as many as fit.
-        around: Reservations of the GPU tasks around this process. They do not count as tasks.
-        least_bytes: No request asks for less; a device with less free is not considered.
+        around: Reservations of the GPU tasks inside which this process runs. They do not count as tasks.
+        least_bytes: Least bytes that a waiting request asks for: a device with less free memory is not considered.
         standbys: Number of standbys that wait for a task, by kind (`Request.standby`) and node.
     """
 
@@ -67,7 +62,7 @@ class Board:
         standbys: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
     ) -> None:
         self.states = list(states)
-        #: `standbys` less those taken in this pass; no number is 0.
+        #: `standbys` without the ones that placements of this pass use; no number is 0.
         self._standbys = {
             kind: {node: count for node, count in nodes.items() if count > 0}
             for kind, nodes in standbys.items()
@@ -76,14 +71,13 @@ class Board:
         self._around = Counter(reservation.device_key for reservation in around)
         self._sign = -1 if style == "spread" else 1
         self._least_bytes = least_bytes
-        #: Devices that can take another task, preferred first, as sort key and position: those not busy, then busy ones.
+        #: Sort key and position of the devices that can take another task, preferred first: not busy, and busy.
         self._open: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for at, state in enumerate(self.states):
             if state.room_bytes >= least_bytes and self._takes_more(state):
                 self._open[_is_busy(state)].append((self._sign * state.room_bytes, at))
         for order in self._open:
             order.sort()
-        #: Most bytes that a device could give if it were empty.
         self._largest_bytes = max((state.capacity_bytes for state in self.states), default=0)
 
     @cached_property
@@ -93,7 +87,7 @@ class Board:
 
     @cached_property
     def nodes(self) -> Mapping[str, Sequence[int]]:
-        """The positions in `states` of each node's devices, by its name."""
+        """Positions in `states` of each node's devices, by node name."""
         nodes: dict[str, list[int]] = {}
         for at, state in enumerate(self.states):
             nodes.setdefault(state.snapshot.device.host, []).append(at)
@@ -101,14 +95,14 @@ class Board:
 
     @cached_property
     def positions(self) -> Mapping[DeviceKey, int]:
-        """Each device's position in `states`."""
+        """Position in `states` of each device, by device key."""
         return {state.snapshot.device.key: at for at, state in enumerate(self.states)}
 
     def named(self, request: Request) -> Named | None:
         """Return the devices that a request's tags name; `None`: any.
 
         Raises:
-            PlacementError: A device or a node that was named is not there.
+            PlacementError: A named device or node does not exist.
         """
         if not request.devices and not request.nodes:
             return None
@@ -118,20 +112,20 @@ class Board:
         return {self.positions[state.device.key]: place for state, place in found}
 
     def states_of(self, request: Request) -> Sequence[DeviceState]:
-        """Return the devices of the nodes that a request names; all, if it names none or a missing one."""
+        """Return the devices of the nodes that a request names; all devices if it names none or a missing node."""
         if not request.nodes or not all(name in self.nodes for name in request.nodes):
             return self.states
         return [self.states[at] for name in request.nodes for at in self.nodes[name]]
 
     def surely_fits(self, request: Request) -> bool:
-        """Return whether a request for one device fits on the largest one, if it is empty; `False`: that is not known."""
+        """Return `True` if a request certainly fits on the largest device once that is empty; `False`: not known."""
         if request.count > 1 or request.devices or request.nodes:
             return False
         by_model = isinstance(request.memory, ModelBudgets)
         return not by_model and least_bytes(request) <= self._largest_bytes > 0
 
     def could_use(self, request: Request, named: Named | None, at: int) -> bool:
-        """Return whether a device could be one of a request's devices, all of one node, once all tasks have ended."""
+        """Return whether a device could be one of a request's devices (all of one node) once all tasks have ended."""
         holds = self._holding(request, named, (at,))
         if holds and request.count > 1 and self.several_nodes:
             on_node = self.nodes[self.states[at].device.host]
@@ -152,13 +146,13 @@ class Board:
         return [at for at in allowed if could_hold(request, self.states[at])]
 
     def max_tasks_on(self, state: DeviceState) -> float:
-        """Return the most reservations that a device may have; infinite: as many as fit."""
+        """Return the most reservations allowed on a device; infinite: as many as fit."""
         if self._max_tasks is None:
             return math.inf
         return self._max_tasks + self._around[state.device.key]
 
     def most_free_bytes(self) -> int:
-        """Return the most free bytes of a device that can take another task; less than 0: none can."""
+        """Return the free bytes of the emptiest device that can take another task; less than 0: no device can."""
         ends = 0 if self._sign < 0 else -1
         return max((self._sign * order[ends][0] for order in self._open if order), default=-1)
 
@@ -168,12 +162,10 @@ class Board:
         named: Named | None = None,
         allows: Allows = lambda at, request: True,
     ) -> list[int] | None:
-        """Choose devices that can hold a request now, busy devices only if the others are too few; `None`: it must wait.
+        """Return devices of one node that can hold a request now, by the preference of this module; `None`: it must wait.
 
-        All are of one node, if possible of one with a ready standby. Of several such nodes it is the one whose last
-        device is preferred: a task on several devices is as slow as the one where it shares most.
-
-        The request has passed `check_possible`.
+        Of several nodes, the node with the best least-preferred device is chosen: a task on several devices is as slow as
+        its slowest device. The caller has called `check_possible` for the request.
         """
         if named is not None:
             return self._choose_named(request, named, allows)
@@ -192,7 +184,7 @@ class Board:
         allows: Allows,
         nodes: Container[str] | None = None,
     ) -> list[int] | None:
-        """Return the first devices of sorted lists that fit and are of one node (of `nodes`), as many as requested."""
+        """Return the first fitting devices of sorted lists, `request.count` of one node; `nodes` limits the nodes."""
         by_node: dict[str, list[int]] = {}
         for order in orders:
             for at in self._prefer(request, order, allows, nodes):
@@ -203,9 +195,8 @@ class Board:
         return None
 
     def _choose_named(self, request: Request, named: Named, allows: Allows) -> list[int] | None:
-        """Choose among named devices: the first in the tag's order, the preferred one among devices of one name."""
+        """Return the fitting named devices that come first in the tag, by preference among devices of one name."""
         ready = self._standbys.get(request.standby, ())
-        #: By node: rank and position of each device.
         by_node: dict[str, list[tuple[bool, int, bool, int, int]]] = {}
         for at, place in named.items():
             if not allows(at, request) or not self.fits(request, at):
@@ -225,20 +216,20 @@ class Board:
         return [at for *_, at in best]
 
     def fits(self, request: Request, at: int) -> bool:
-        """Return whether a device can hold a request now, and may have another task."""
+        """Return whether a device has memory for a request now, and may have another task."""
         return fits_now(request, self.states[at]) and self._takes_more(self.states[at])
 
     def close(self, nodes: Collection[str]) -> None:
-        """Exclude the devices of some nodes from now on, except for requests that name devices or nodes."""
+        """Exclude the devices of `nodes` from now on, except for requests that name devices or nodes."""
         closed = {at for node in nodes for at in self.nodes.get(node, ())}
         for order in self._open if closed else ():
             order[:] = [each for each in order if each[1] not in closed]
 
     def place(self, request: Request, chosen: Sequence[int], now_s: float = 0.0) -> Placement:
-        """Book a request on devices from `choose`, in order; return its placement."""
+        """Book a request on devices chosen by `choose`; return its placement on them, in that order."""
         ends_s = None if request.expected_s is None else now_s + request.expected_s
         reservations: list[Reservation] = []
-        # One cap for all devices of a probe: frameworks that take a fraction take the same of each.
+        # A probe has one cap for all its devices: frameworks that take a fraction take the same fraction of each.
         caps = [
             offered_bytes(request, self.states[at], least_whole_bytes(self.states[at]))
             for at in chosen
@@ -260,7 +251,7 @@ class Board:
             )
             reservations.append(reservation)
             self._book(at, reservation)
-        # A ready standby that the request takes is not ready for the next one.
+        # The placed request uses one ready standby of its node.
         node, ready = self.states[chosen[0]].device.host, self._standbys.get(request.standby, {})
         if node in ready:
             ready[node] -= 1
@@ -290,8 +281,8 @@ class Board:
         allows: Allows,
         nodes: Container[str] | None,
     ) -> Iterator[int]:
-        """Yield the fitting positions of a sorted list on some nodes, the preferred first."""
-        # The same bytes of each device: all fitting devices are at one end of the list.
+        """Yield the fitting devices of a sorted list, preferred first; `nodes` limits the nodes."""
+        # If a request asks for the same bytes of each device, all fitting devices are at one end of the list.
         same, least = type(request.memory) is int, least_bytes(request)
         first = 0 if self._sign < 0 else bisect.bisect_left(order, (least, -1))
         found: list[tuple[int, int]] = []
@@ -306,28 +297,27 @@ class Board:
             if same and fits_now(request, state):
                 yield at
             elif fits_now(request, state):
-                # The amounts differ by device, so the devices are sorted by the memory that stays free.
+                # The need differs by device, so devices are sorted by the memory that stays free.
                 found.append((key - self._sign * (need_bytes(request, state) or 0), at))
         yield from (at for _, at in sorted(found))
 
     def _takes_more(self, state: DeviceState) -> bool:
-        """Return whether a device can take another task, memory aside."""
+        """Return whether a device may have another task, without a check of its memory."""
         if self._max_tasks is not None and len(state.reservations) >= self.max_tasks_on(state):
             return False
         return is_open(state)
 
 
 def _is_busy(state: DeviceState) -> bool:
-    """Return whether a device computes so much that another task should go elsewhere."""
     busy = state.snapshot.busy_fraction
     return busy is not None and busy > BUSY_FRACTION
 
 
-#: Preferred device among those that fit: the one with most free memory, or with least.
+#: Which of several fitting devices is preferred; see `Board`.
 PlacementStyle = Literal["spread", "pack"]
 
-#: Least bytes for a task with a device to itself: a context alone takes 0.5 to 1.2 GiB (measured on an H200 with
-#: PyTorch and TensorFlow). Smaller devices: a quarter.
+#: Least free bytes for a task that gets a device to itself: a context alone takes 0.5 to 1.2 GiB (measured on an H200
+#: with PyTorch and TensorFlow). On small devices, a quarter of the device is enough.
 LEAST_WHOLE_BYTES = 2 * GIB
 
 
@@ -340,7 +330,7 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
     """Return the devices that a request may use, in the order of its tag.
 
     Raises:
-        PlacementError: A device or a node that was named is not there.
+        PlacementError: A named device or node does not exist.
     """
     if not request.devices and not request.nodes:
         return list(states)
@@ -348,7 +338,7 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
 
 
 def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[DeviceState, int]]:
-    """Return the devices that a request may use, each with the position of its name in the tag."""
+    """Return the devices that a request may use, each with the position of its name in `gpu:device`, from 0."""
     there = dict.fromkeys(state.device.host for state in states)
     for name in request.nodes:
         if name not in there:
@@ -386,14 +376,14 @@ def _find_named(name: str, states: Sequence[DeviceState]) -> list[DeviceState]:
             return found
     name = name.lower()
     found = [state for state in states if state.device.uuid.lower().startswith(name)]
-    # SIM-1 is all of one name and the beginning of SIM-10.
+    # "SIM-1" is a whole UUID and the beginning of "SIM-10": the whole UUID counts.
     return [state for state in found if state.device.uuid.lower() == name] or found
 
 
 def _misnamed(
     request: Request, name: str, matches: int, states: Sequence[DeviceState]
 ) -> PlacementError:
-    """Return the error of a name that does not match exactly one device."""
+    """Return the error for a device name with no match, or with more than one."""
     devices = [state.device for state in states]
     in_cluster = any(device.in_cluster for device in devices)
     problem = "names more than one device" if matches else "names no device"
@@ -412,20 +402,20 @@ def _join(names: Collection[str]) -> str:
 
 
 def _shorten(texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the first of many texts, and the number of the others."""
+    """Return the first `MOST_LISTED` texts, followed by the number of other texts."""
     more = len(texts) - MOST_LISTED
     return (*texts[:MOST_LISTED], f"and {more} more") if more > 0 else tuple(texts)
 
 
 def least_bytes(request: Request) -> int:
-    """Return the least bytes that a request asks of a device; 0 where it depends on the device."""
+    """Return the bytes that a request asks of each device; 0: they depend on the device."""
     return request.memory if type(request.memory) is int else 0
 
 
 def need_bytes(request: Request, state: DeviceState) -> int | None:
-    """Return the bytes that a request asks of one device; `None`: all that is free.
+    """Return the bytes that a request asks of one device; `None`: all free memory.
 
-    A percentage is of the device's total, at most its capacity: 100 % is all that driver and headroom leave.
+    A fraction is of the device's total, limited to its capacity: 100 % is the memory that driver and headroom leave.
     """
     need = request.need_bytes(state.device)
     if need is not None and isinstance(request.memory, float):
@@ -434,14 +424,10 @@ def need_bytes(request: Request, state: DeviceState) -> int | None:
 
 
 def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
-    """Check that a request could be placed if all devices of the runner, `states`, were empty.
-
-    Raises:
-        PlacementError: It can never be placed; the message names the largest device.
-    """
+    """Raise `PlacementError` if a request can never be placed, even on empty devices. `states` has all devices."""
     eligible = select_devices(request, states)
     several = have_several_nodes(eligible)
-    #: Sets of devices of which a request's devices may be chosen together.
+    # The devices of one request must be of one group.
     groups: dict[str, list[DeviceState]] = {}
     for state in eligible:
         groups.setdefault(state.device.host if request.count > 1 else "", []).append(state)
@@ -483,12 +469,12 @@ def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
 
 
 def could_hold(request: Request, state: DeviceState) -> bool:
-    """Return whether a device could hold a request once all tasks there have ended."""
+    """Return whether a device could hold a request once all its tasks have ended."""
     return 0 < state.capacity_bytes >= (need_bytes(request, state) or 0)
 
 
 def fits_now(request: Request, state: DeviceState) -> bool:
-    """Return whether a device can hold a request now."""
+    """Return whether a device has memory for a request now, and no task that excludes it."""
     if not is_open(state):
         return False
     if shares(request, state):
@@ -500,24 +486,24 @@ def fits_now(request: Request, state: DeviceState) -> bool:
 
 
 def shares(request: Request, state: DeviceState) -> bool:
-    """Return whether a request is a probe that may share a device with other tasks."""
+    """Return whether a request is a probe (first run, need unknown on this device) that may share the device."""
     if not request.probe_fraction or request.exclusive:
         return False
     return request.confirms_probe or request.need_bytes(state.device) is None
 
 
 def least_whole_bytes(state: DeviceState) -> int:
-    """Return the least free bytes with which a device is given to a task that asks for all of it."""
+    """Return the least free bytes of a device for a task that asks for the whole device."""
     return min(LEAST_WHOLE_BYTES, state.capacity_bytes // 4)
 
 
 def is_open(state: DeviceState) -> bool:
-    """Return whether a device can take any task: it works, and no task there is exclusive."""
+    """Return whether a device works and has no exclusive task."""
     return not state.snapshot.error and not any(each.exclusive for each in state.reservations)
 
 
 def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
-    """Return the size of each device as text for a refusal; of a cluster, the first devices."""
+    """Return the capacity of each device as text for an error message; in a cluster, of the first devices only."""
     texts = [
         f"{state.device.label}: "
         + (state.snapshot.error or f"{format_bytes(state.capacity_bytes)} usable")
@@ -529,7 +515,7 @@ def _describe_each(states: Sequence[DeviceState]) -> tuple[str, ...]:
 def device_reason(
     request: Request, states: Sequence[DeviceState], max_tasks: int | None = None
 ) -> Reason:
-    """Return why a request waits for the devices in `states`, all that it may use; `max_tasks` is that of `Board`."""
+    """Return why a request waits for devices. `states` are all devices that it may use; `max_tasks` as for `Board`."""
     needs = {need_bytes(request, state) for state in states}
     probes = None in needs and any(shares(request, state) for state in states)
     if probes:

@@ -1,17 +1,17 @@
 """Which running tasks are suspended so that a blocked request can start.
 
-The memory of a suspended process is on the host; a request in the queue resumes it. `suspension.eligibility` decides
-whether and how a process may be suspended at all.
+Pure. A suspended process has its GPU memory on the host. A request of its own in the queue, its *return*, resumes it.
+`suspension.eligibility` decides which processes can be suspended at all.
 
-- On each device at most one task is suspended for a request: the cheapest one without which the request fits there. A
-  request for several devices gets the devices where that costs least. A device with room costs nothing.
-- A task is suspended for a request of higher priority. For any other request it is moved: another device has room for
-  it, so its return is placed first, and the wait that is saved is longer than the move.
-- The cost is the seconds to the host and back. A task that was asked before costs nothing, so a plan stays the same
-  while nothing else changes.
+- On each device at most one task is suspended for a request: the cheapest task without which the request fits. A request
+  for several devices gets the devices with the lowest total cost.
+- A task is suspended for a request of higher priority. For any other request it is only moved: another device has room
+  for it, its return is placed first, and the move takes less time than the request would wait.
+- The cost is the seconds to the host and back. A task that is already asked to suspend costs nothing, so a plan stays
+  the same while nothing else changes.
 
-A task with unknown end is expected to run for as long again as it has run; an overdue one, for as long again as it is
-overdue. Pure.
+A task with unknown end is expected to run for as long again as it has run, an overdue task for as long again as it is
+overdue.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from prefect_gpu.scheduling.model import DeviceKey, Request, Reservation
 from prefect_gpu.scheduling.scheduling_pass import Shape, shape_of
 from prefect_gpu.units import GIB
 
-#: Bytes a second from a device to the host and back: 32 GiB took 15 to 18 s out and 5.4 to 7.4 s in (H200, driver
-#: 580.159.04); the slowest counts. Seconds for a context alone: 0.48 to 0.65 out, 0.27 to 0.29 in.
+#: Bytes a second from a device to the host and back, the slowest measured: 32 GiB took 15 to 18 s out and 5.4 to 7.4 s
+#: in (H200, driver 580.159.04). Seconds for a context alone: 0.48 to 0.65 out, 0.27 to 0.29 in.
 OUT_BYTES_S, IN_BYTES_S = 1.7 * GIB, 4.4 * GIB
 FIXED_OUT_S, FIXED_IN_S = 0.5, 0.3
 
-#: Bytes of the machine's memory that stay free of suspended processes: the kernel's available memory is an estimate.
+#: Bytes of host memory that suspended processes must leave free: the kernel's available memory is an estimate.
 HOST_MARGIN_BYTES = 2 * GIB
 
-#: Requests for which tasks are suspended at the same time.
+#: Most requests for which tasks are suspended at the same time.
 HEADS = 4
 
-#: Seconds of suspension that raise the priority of a return by one.
+#: Each time a task has been suspended for this many seconds, the priority of its return rises by one.
 AGING_S = 600.0
 
-#: Seconds after a return in which a task is not suspended again, so that it makes progress.
+#: Seconds after its resumption in which a task is not suspended again, so that it makes progress.
 REST_S = 60.0
 
 
@@ -53,51 +53,46 @@ class Running:
 
     request_id: str
     priority: int
-    #: It has one device and may be suspended now.
+    #: Whether the task has one device and may be suspended now.
     preemptible: bool
-    #: Devices of its machine and model on which it may resume; only its own if a tag pins it or the driver cannot move it.
+    #: Devices of its machine and model where it may resume; only its own if a tag pins it or the driver cannot move it.
     devices: tuple[DeviceKey, ...]
-    #: Bytes that a suspension carries to the host.
+    #: Bytes that a suspension moves to the host.
     moved_bytes: int
-    #: Monotonic seconds of its placement.
+    #: Monotonic seconds of the placement.
     since_s: float
-    #: Monotonic seconds before which it is not suspended.
+    #: Monotonic seconds before which the task is not suspended.
     rests_until_s: float = 0.0
-    #: Id of the request that it is suspended for; empty: none.
+    #: Id of the request for which the task is, or is asked to be, suspended; empty: no request.
     suspended_for: str = ""
-    #: Its memory is on the host.
+    #: Whether its memory is on the host.
     away: bool = False
-    #: It is suspended for first runs on its device; see `probes`.
+    #: Whether it is suspended because probes ran its device short of memory; see `probes`.
     leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The tasks that are suspended so that one request can start.
-
-    It may count on room from an earlier plan of the same pass. It is carried out once all its tasks are suspended and the
-    request fits.
-    """
+    """Tasks to suspend so that a request can start on `devices`, once earlier plans of the same pass are carried out."""
 
     request_id: str
-    #: Devices for the request.
     devices: tuple[DeviceKey, ...]
-    #: Whether each task is moved (its return is placed first), by request id; at most one task on each device.
+    #: Tasks to suspend, at most one on each device, by request id. The value: whether the task is moved.
     suspended: Mapping[str, bool]
 
 
 def aged_priority(request: Request, away_s: float) -> int:
-    """Return the priority at which a task that is suspended for `away_s` asks to return, from its tag's priority."""
+    """Return the priority of the return of a task that has been suspended for `away_s` seconds."""
     return request.priority + int(away_s // AGING_S)
 
 
 def out_s(moved_bytes: int) -> float:
-    """Return the seconds to move a process's memory from a device to the host."""
+    """Return the expected seconds to move a process's memory from a device to the host."""
     return FIXED_OUT_S + moved_bytes / OUT_BYTES_S
 
 
 def in_s(moved_bytes: int) -> float:
-    """Return the seconds to move a process's memory from the host to a device."""
+    """Return the expected seconds to move a process's memory from the host to a device."""
     return FIXED_IN_S + moved_bytes / IN_BYTES_S
 
 
@@ -110,16 +105,16 @@ def plan(
     max_tasks: int | None = None,
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> list[Plan]:
-    """Return plans for the first blocked requests that a suspension helps, at most `HEADS` new ones.
+    """Return plans for blocked requests that can start if tasks are suspended: new ones for at most `HEADS` requests.
 
-    Plans are made anew in each pass: a task in no plan of the request that it was asked for is no longer suspended for
-    it. The first request without a plan, and each suspended task that waits for its return, keep the devices where they
-    are expected to start soonest from the plans of later requests.
+    Each pass replaces all plans: a task that was asked to suspend for a request, and is in no new plan for it, is no
+    longer suspended for it. Later plans do not use the devices where the first request without a plan, and each return,
+    are expected to start soonest.
 
-    `blocked` has the requests of all brokers that wait after a scheduling pass, in the order of the queue; `states` are the
-    devices after it. `host_room_bytes` has the machine's own bytes that processes could use now, less the bytes still to
-    come of tasks that are resumed while their memory is on its way out. `max_tasks` is the most tasks on a device at a
-    time; `None`: as many as fit. `refuses` returns whether no process may start for a request on a node now.
+    `blocked` has the waiting requests of all brokers after a scheduling pass, in the order of the queue; `states` are the
+    devices after it. `host_room_bytes` has the free host memory by `Device.host`, less the bytes still being moved out of
+    tasks whose return is already requested. `max_tasks` is the most tasks on a device at a time; `None`: as many as fit.
+    `refuses` returns whether host resources allow no process for a request on a node now.
     """
     asked = {task.suspended_for for task in running.values() if task.suspended_for}
     if not asked and not any(task.preemptible for task in running.values()):
@@ -145,34 +140,34 @@ def plan(
 
 
 class _Choice(NamedTuple):
-    """A device for a request, and the task that is suspended there for it."""
+    """A device for a request, and the task on it to suspend for the request."""
 
     key: DeviceKey
     #: The task and its reservation; `None`: the request fits without a suspension.
     task: Running | None = None
     held: Reservation | None = None
-    #: Another device has room for that task now.
+    #: Whether another device has room for the task now.
     moves: bool = False
 
 
 def _new(choices: Iterable[_Choice]) -> list[Running]:
-    """Return the tasks of some choices that were not asked to suspend before."""
+    """Return the tasks of `choices` that are not yet asked to suspend."""
     return [each.task for each in choices if each.task and not each.task.suspended_for]
 
 
 def _cost_s(tasks: Iterable[Running]) -> float:
-    """Return the seconds to move the memory of some tasks to the host and back."""
+    """Return the total seconds to move the memory of `tasks` to the host and back."""
     return sum(out_s(task.moved_bytes) + in_s(task.moved_bytes) for task in tasks)
 
 
 def _rank(choices: Sequence[_Choice]) -> tuple[float, int, int]:
-    """Return the sort key of choices, cheapest first: seconds, tasks that are not moved, tasks."""
+    """Return the sort key of choices, cheapest first: seconds, tasks that are not moved to another device, all tasks."""
     suspended = [each for each in choices if each.task is not None]
     return _cost_s(_new(choices)), sum(not each.moves for each in suspended), len(suspended)
 
 
 class _Machine:
-    """The devices after earlier plans are carried out. Its arguments are those of `plan`."""
+    """The devices as they are once earlier plans of the pass are carried out. Arguments as for `plan`."""
 
     def __init__(
         self,
@@ -188,7 +183,7 @@ class _Machine:
         self._now_s = now_s
         self._most = math.inf if max_tasks is None else max_tasks
         self._refuses = refuses
-        #: Own memory for suspended processes, by `Device.host`.
+        #: Host memory for suspended processes, by `Device.host`.
         self._host_bytes = {
             host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
         }
@@ -197,21 +192,21 @@ class _Machine:
                 task = running.get(held.request_id)
                 if task is not None and (task.suspended_for or task.leaves) and not task.away:
                     self._host_bytes[state.device.host] -= task.moved_bytes
-        #: Devices that are kept from later plans.
+        #: Devices that later plans may not use.
         self._kept: set[DeviceKey] = set()
-        #: Devices and tasks of the plans so far.
+        #: Devices and suspended tasks of the plans so far.
         self._taken: set[DeviceKey] = set()
         self._suspended: set[str] = set()
 
     def keep(self, request: Request) -> None:
-        """Keep the devices where a request is expected to start soonest from later plans."""
+        """Exclude the devices where a request is expected to start soonest from later plans."""
         times = ((at_s, s.device.key) for s, at_s in self._times(request, self._usable(request)))
         self._kept.update(key for _, key in sorted(times)[: request.count])
 
     def choose(self, request: Request) -> Plan | None:
-        """Choose and book the tasks that are suspended for a request; `None`: the request waits."""
+        """Return and book the plan for a request; `None`: no suspension helps."""
         usable = self._usable(request)
-        # The need of a shared first run is not known, nor how much would have to be suspended.
+        # The need of a shared probe is not known, so neither is the memory to free for it.
         if any(placement.shares(request, state) for state in usable):
             return None
         ready = sorted(at_s for _, at_s in self._times(request, usable))
@@ -220,7 +215,7 @@ class _Machine:
         for state in usable:
             if (choice := self._cheapest(request, state, wait_s)) is not None:
                 by_node.setdefault(state.device.host, []).append(choice)
-        # Among equal devices, the first in the tag's order.
+        # The sort is stable: equal devices stay in the tag's order.
         sets = [
             sorted(choices, key=lambda choice: _rank([choice]))[: request.count]
             for choices in by_node.values()
@@ -228,13 +223,13 @@ class _Machine:
         ]
         best = min((s for s in sets if self._allows(request, s, wait_s)), key=_rank, default=[])
         if all(choice.task is None for choice in best):
-            # There is no way, or the request waits for something else.
+            # No choice, or the request waits for something else than devices.
             return None
         order = [state.device.key for state in usable]
         return self._carry_out(request, sorted(best, key=lambda choice: order.index(choice.key)))
 
     def _usable(self, request: Request) -> list[DeviceState]:
-        """Return the devices that a request may use, in the order of its tag."""
+        """Return the devices that a plan for a request may use, in the order of the request's tag."""
         try:
             found = placement.select_devices(request, list(self._states.values()))
         except PlacementError:
@@ -252,7 +247,7 @@ class _Machine:
     def _times(
         self, request: Request, states: Iterable[DeviceState]
     ) -> Iterator[tuple[DeviceState, float]]:
-        """Yield devices with the time at which they are expected to have room for a request, where known."""
+        """Yield each device with a known expected start of a request, and that time in monotonic seconds."""
         for state in states:
             held = tuple(replace(r, ends_s=self._end_s(r)) for r in state.reservations)
             at_s = ready_s(request, replace(state, reservations=held), self._now_s, self._most)
@@ -260,7 +255,7 @@ class _Machine:
                 yield state, at_s
 
     def _end_s(self, reservation: Reservation) -> float | None:
-        """Return when a reservation is expected to end; `None`: not known."""
+        """Return the monotonic seconds when a reservation is expected to end; `None`: not known."""
         task = self._running.get(reservation.request_id)
         if task is None:
             return reservation.ends_s
@@ -268,7 +263,7 @@ class _Machine:
         return self._now_s + abs(self._now_s - (task.since_s if known_s is None else known_s))
 
     def _cheapest(self, request: Request, state: DeviceState, wait_s: float) -> _Choice | None:
-        """Return the cheapest choice on a device with at most one task suspended; `None`: waiting `wait_s` is better."""
+        """Return the cheapest choice on a device, at most one task suspended; `None`: to wait for `wait_s` costs less."""
         key = state.device.key
         if self._fits(request, state):
             return _Choice(key)
@@ -287,25 +282,24 @@ class _Machine:
         return min(found, key=lambda choice: _rank([choice]), default=None)
 
     def _fits(self, request: Request, state: DeviceState) -> bool:
-        """Return whether a device can hold a request."""
         return placement.fits_now(request, state) and len(state.reservations) < self._most
 
     def _may_go(self, task: Running, held: Reservation, request: Request) -> bool:
-        """Return whether a task may be suspended for a request, by the task alone."""
+        """Return whether the state of a task allows its suspension for a request, whatever the cost."""
         if task.suspended_for or task.request_id in self._suspended:
-            # Claimed by the request that it is suspended for, and stays asked whatever the time.
+            # An asked task belongs to the request that it is suspended for.
             return task.suspended_for == request.id
         if not task.preemptible or task.away or self._now_s < task.rests_until_s:
             return False
         ends_s = self._end_s(held)
-        # It may end sooner by itself.
+        # The task is not suspended if it is expected to end before its memory would be out.
         return ends_s is None or ends_s - self._now_s >= out_s(task.moved_bytes)
 
     def _allows(self, request: Request, choices: Sequence[_Choice], wait_s: float) -> bool:
-        """Return whether the host has room for the suspended memory, and waiting `wait_s` is not better."""
+        """Return whether the host has room for the suspended memory, and the wait saved is longer than the cost."""
         new = _new(choices)
         host = self._states[choices[0].key].device.host
-        # The request's own process needs some of the host's memory, too.
+        # The request's own process needs host memory, too.
         room_bytes = max(0, self._host_bytes[host] - request.host_bytes)
         if sum(task.moved_bytes for task in new) > room_bytes:
             return False
@@ -319,7 +313,7 @@ class _Machine:
         states: Mapping[DeviceKey, DeviceState],
         taken: Container[DeviceKey],
     ) -> DeviceKey | None:
-        """Return the fullest device with room for a task's return now, outside `taken`; `None`: there is none."""
+        """Return the fullest device outside `taken` that has room for a task's return now; `None`: no device has."""
         fits = [
             (state.free_bytes, key)
             for key in task.devices
@@ -335,11 +329,11 @@ class _Machine:
         return min(fits)[1] if fits else None
 
     def _carry_out(self, request: Request, chosen: Sequence[_Choice]) -> Plan | None:
-        """Book a plan, and return it; `None`: two tasks that must be moved have room for one of them only."""
+        """Book and return a plan; `None`: other devices do not have room for all tasks that must be moved."""
         states, keys = dict(self._states), tuple(choice.key for choice in chosen)
         suspended: dict[str, bool] = {}
         pairs = [(each.task, each.held) for each in chosen if each.task and each.held]
-        # The largest first: it fits on the fewest devices.
+        # The largest task first: it fits on the fewest devices.
         for task, held in sorted(pairs, key=lambda p: (-p[1].reserved_bytes, p[0].request_id)):
             to = self._destination(task, held, states, keys)
             if to is not None:
@@ -370,7 +364,7 @@ class _Machine:
 
 
 def _without(state: DeviceState, held: Reservation) -> DeviceState:
-    """Return a device without a reservation, its bytes free."""
+    """Return a device's state with one reservation removed and its bytes free."""
     left = tuple(each for each in state.reservations if each != held)
     free_bytes = state.free_bytes + held.reserved_bytes
     return replace(state, reservations=left, free_bytes=free_bytes, probe_bytes=None)

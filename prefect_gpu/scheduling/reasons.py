@@ -1,7 +1,6 @@
-"""Why a task waits, as a value, and the sentence that says so.
+"""Reasons why a task waits, as values, and their English sentences, which no code reads back.
 
-Pure. Every cause of a wait makes a `Reason`. Only this module has the English of waits, and no code reads its sentences.
-A task that can never start has a `PlacementError` instead.
+Pure. A task that can never start gets a `PlacementError` instead.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from dataclasses import dataclass
 
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Most names and most characters of a sentence: names and errors have any length. Prefect cuts the message of a state
-#: at 100,000 characters, and a log line at 1,000,000 (3.8.8).
+#: Most names in a list and most characters of a sentence. Prefect (3.8.8) cuts the message of a state at 100,000
+#: characters, and a log line at 1,000,000.
 MOST_NAMES = 3
 MOST_CHARACTERS = 2000
 
 
 class WaitKind(enum.Enum):
-    """What a task lacks to start or resume; each value begins a sentence that follows "waiting for"."""
+    """Kind of a wait. The value is the template of the text after "waiting for"; `r` is the `Reason`."""
 
     FIRST_READING = "the first reading of the devices"
     DEVICES_SILENT = "the devices to answer ({r.detail})"
@@ -28,7 +27,6 @@ class WaitKind(enum.Enum):
     HOST_MEMORY = "{need} of host memory for its process{on_node}; {free} available{at}"
     DEVICE_ERROR = "{asked}; {r.at}: {r.detail}"
     DEVICE_TASKS = "{asked}; max_tasks_per_device is {r.limit}, and as many tasks run on each"
-    #: The task must be alone on its devices, and others run there.
     EMPTY_DEVICE = "{asked}; running there: {tasks}"
     EXCLUSIVE_TASK = "{asked}; in exclusive use by: {tasks}"
     DEVICE_MEMORY = "{asked}; most free {free}{at}"
@@ -42,55 +40,58 @@ class WaitKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a task waits. Each kind uses the fields that its sentence needs."""
+    """Why a task waits. Each kind uses the fields that its template needs."""
 
     kind: WaitKind
-    #: Bytes asked of each device, or of host memory; several: they differ by model. Empty: a whole device.
+    #: Bytes asked of each device, or of host memory. Several values: the need differs by model. Empty: a whole device.
     need_bytes: tuple[int, ...] = ()
-    #: Most bytes free on a device or node, from `shown_bytes`; `at` is its name.
+    #: Free bytes of the emptiest device or node, from `shown_bytes`, and the name of that device or node.
     free_bytes: int = 0
     at: str | None = None
-    #: Devices asked for, devices that the request may use, and their cluster nodes (0: no cluster). `where` is the label
-    #: of the only device, or the name of the only node.
+    #: Number of devices asked for, of devices that the request may use, and of their cluster nodes (0: no cluster).
     count: int = 1
     devices: int = 1
     nodes: int = 0
+    #: Label of the only device, or name of the only node.
     where: str | None = None
-    #: Names of the tasks waited for, from `shown_names`; `limit` is `max_processes` or `max_tasks_per_device`.
+    #: Names of the tasks that occupy the devices, from `shown_names`.
     tasks: tuple[str, ...] = ()
+    #: `max_processes` or `max_tasks_per_device`.
     limit: int = 0
-    #: Cause of its suspension, as in reports ("task 'evaluate'"); place of its memory, or an error's text.
+    #: Cause of the task's suspension, as in reports ("task 'evaluate'").
     suspended_for: str | None = None
+    #: Place of the suspended task's memory, or an error's text.
     detail: str | None = None
-    #: Number of requests ahead in the queue; their task names, each with whether it is of another flow.
+    #: Number of requests ahead in the queue; their task names, each with whether its flow is another one.
     ahead: int = 0
     ahead_tasks: tuple[tuple[str, bool], ...] = ()
-    #: Number of later requests that started first; no later request may start any more.
+    #: Number of later requests that started first.
     passed: int = 0
+    #: Whether no later request may start on the devices any more; see `backfill`.
     drains: bool = False
-    #: Labels of its kept devices, and seconds until they are expected to be free; `None`: not known.
+    #: Labels of the devices kept for the request, and seconds until they are expected to be free; `None`: not known.
     kept: tuple[str, ...] = ()
     free_in_s: float | None = None
-    #: Why the ledger is not shared with other flows; `None`: it is shared.
+    #: Why the reservations are not shared with other flows; `None`: they are shared.
     ledger_problem: str | None = None
 
     @property
     def topic(self) -> tuple[object, ...]:
-        """The kind of lack without its size: one log line for each topic."""
+        """Identity of the reason without sizes and counts. The log has one line for each topic."""
         return self.kind, self.ahead > 0, self.suspended_for
 
 
 def shown_bytes(size_bytes: int) -> int:
-    """Return free bytes rounded down to 64 MiB, so that small allocations do not change a reason and log it again."""
+    """Return free bytes rounded down to 64 MiB, so that small allocations do not change a reason."""
     return max(0, size_bytes) // (64 * MIB) * (64 * MIB)
 
 
 def shown_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return distinct names, at most one more than a sentence shows."""
+    """Return distinct names, at most `MOST_NAMES` + 1: one more than a sentence shows, so that it can add "and others"."""
     return tuple(dict.fromkeys(names))[: MOST_NAMES + 1]
 
 
-#: Ends of sentences, each used if its field is set.
+#: Templates of the ends of sentences, by the field of `Reason` that must be set.
 _ENDS = {
     "ahead": "; {r.ahead} ahead in the queue: {ahead}",
     "passed": "; later tasks that started before it: {r.passed}",
@@ -102,7 +103,7 @@ _ENDS = {
 
 
 def sentence(reason: Reason) -> str:
-    """Return a reason as text to follow "waiting for": `6.6GiB on any of 2 devices; most free 3.1GiB`."""
+    """Return a reason as the text after "waiting for": `6.6GiB on any of 2 devices; most free 3.1GiB`."""
     ends = (words for field, words in _ENDS.items() if getattr(reason, field))
     ahead = [f"{name} (another flow)" if other else name for name, other in reason.ahead_tasks]
     need = " or ".join(map(format_bytes, reason.need_bytes))

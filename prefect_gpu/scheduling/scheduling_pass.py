@@ -1,8 +1,7 @@
-"""One scheduling pass: which waiting requests start now, which never can, and why the others wait.
+"""One scheduling pass: which waiting requests start now, which can never start, and why the others wait.
 
-Pure. The queue (waiting requests, by shape and in order), the devices of one reading and the own memory of the machine
-or of each cluster node go in, and decisions come out. `placement` chooses a device, `backfill` decides which requests
-may pass a blocked one, `memory` computes free memory.
+Pure. Arguments are the queue, the devices of one reading and the host resources of the machine or of each cluster node.
+`placement` chooses devices, `backfill` decides which requests may pass a blocked request, `memory` computes free memory.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from prefect_gpu.scheduling.model import DeviceKey, Placement, Request
 from prefect_gpu.scheduling.placement import Board, Named, least_bytes
 from prefect_gpu.scheduling.reasons import MOST_NAMES, Reason, WaitKind, shown_bytes, shown_names
 
-#: Sort key of requests; no two are equal.
+#: Sort key of requests; the keys of two requests are never equal.
 OrderKey: TypeAlias = tuple[bool, int, int, str]
 
 
 def order_key(request: Request) -> OrderKey:
-    """Return the sort key of the queue: returns of moved processes, then higher priority, then first come."""
+    """Return the sort key of the queue: `returns_first`, then higher priority, then earlier arrival."""
     return not request.returns_first, -request.priority, request.sequence, request.id
 
 
-#: Needs, devices and rough duration of a request: where one of a shape must wait, so must the others.
+#: Needs, devices and rough duration of a request: if a request must wait, so must later requests of the same shape.
 Shape: TypeAlias = tuple[object, ...]
 
 
@@ -41,12 +40,12 @@ def shape_of(request: Request) -> Shape:
     """Return the shape of a request."""
     return (
         request.memory,
-        # Tells 1 byte from 100 %, which are equal numbers.
+        # 1 byte and 100 % (1.0) are equal numbers.
         isinstance(request.memory, float),
         request.count,
         request.devices,
         request.exclusive,
-        # The power of two above its expected seconds: a short request may be allowed to pass where a long one would delay.
+        # The power of two above the expected seconds: a short request may pass where a long one may not.
         None if request.expected_s is None else math.frexp(request.expected_s)[1],
         request.origin,
         request.nodes,
@@ -55,18 +54,18 @@ def shape_of(request: Request) -> Shape:
     )
 
 
-#: The waiting requests of one shape with their keys, in order.
+#: The waiting requests of one shape with their sort keys, in order.
 Lane: TypeAlias = list[tuple[OrderKey, Request]]
 
 
 class RequestQueue:
-    """The waiting requests, by shape; `requests` wait from the beginning. Not safe to use from several threads at once."""
+    """The waiting requests, by shape, at first those of `requests`. Not safe to use from several threads."""
 
     def __init__(self, requests: Iterable[Request] = ()) -> None:
         self._lanes: dict[Shape, Lane] = {}
-        #: Shape by request id.
+        #: By request id.
         self._shapes: dict[str, Shape] = {}
-        #: Statuses of blocked requests by id; a request without a status was neither passed nor had devices kept.
+        #: Statuses by request id. A missing request was never passed, and never had devices kept.
         self.statuses: dict[str, BlockedStatus] = {}
         for request in requests:
             self.add(request)
@@ -79,16 +78,16 @@ class RequestQueue:
 
     @property
     def lanes(self) -> Collection[Lane]:
-        """One lane for each shape; none is empty."""
+        """Lists of waiting requests, one for each shape; no list is empty."""
         return self._lanes.values()
 
     @property
     def least_bytes(self) -> int:
-        """The fewest bytes of a device that a request asks for; 0 where they depend on the device."""
+        """Least bytes of a device that a waiting request asks for; 0: they depend on the device, or no request waits."""
         return min((least_bytes(lane[0][1]) for lane in self.lanes), default=0)
 
     def add(self, request: Request) -> None:
-        """Add a request with a unique id."""
+        """Add a request, whose id must be unique."""
         shape = self._shapes[request.id] = shape_of(request)
         bisect.insort(self._lanes.setdefault(shape, []), (order_key(request), request))
 
@@ -107,37 +106,36 @@ class RequestQueue:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """Resources for processes of the machine itself, or of one cluster node."""
+    """Host memory and number of processes of the machine, or of one cluster node."""
 
-    #: Bytes that new processes could use, by the kernel.
+    #: Bytes that new processes could use, by the kernel's estimate.
     available_bytes: int
     #: Part of `available_bytes` reserved for started processes that have not taken it yet.
     reserved_bytes: int
-    #: Running processes of this broker.
+    #: Running processes of this broker, and the most that are allowed.
     processes: int
-    #: Most running processes of this broker.
     max_processes: int
     #: Running processes of all brokers.
     all_processes: int = 0
 
     @property
     def full(self) -> bool:
-        """Whether no process may start now."""
+        """Whether the limit on processes is reached."""
         return self.processes >= self.max_processes
 
     @property
     def left_bytes(self) -> int:
-        """Bytes neither taken nor reserved; less than 0: more was reserved than there is."""
+        """Bytes neither taken nor reserved; less than 0: more is reserved than available."""
         return self.available_bytes - self.reserved_bytes
 
     def refuses(self, request: Request, node: str = "") -> bool:
-        """Return whether no process may start for a request now; `node` makes it callable as `ClusterState.refuses`."""
-        # While no process runs, waiting would not bring memory back: an estimate alone must not stop a flow for ever.
+        """Return whether no process may start for a request now; `node` is unused, as in `ClusterState.refuses`."""
+        # While no process runs, waiting frees no memory: the kernel's estimate must not stop a flow for ever.
         running = max(self.processes, self.all_processes)
         return self.full or (running > 0 and request.host_bytes > self.left_bytes)
 
     def after(self, request: Request) -> HostState:
-        """Return the resources left after a process is started for a request."""
+        """Return the resources left once a process is started for a request."""
         return replace(
             self,
             reserved_bytes=self.reserved_bytes + request.host_bytes,
@@ -148,18 +146,17 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """Resources for processes of each cluster node."""
+    """Host memory and number of processes of each cluster node."""
 
     #: By `Device.host`. A missing node has no limit.
     nodes: Mapping[str, HostState]
-    #: Running processes of this broker on all nodes.
+    #: Running processes of this broker on all nodes, and the most that are allowed.
     processes: int
-    #: Most running processes of this broker.
     max_processes: int
 
     @property
     def full(self) -> bool:
-        """Whether no process may start now."""
+        """Whether the limit on processes of all nodes is reached."""
         return self.processes >= self.max_processes
 
     def refuses(self, request: Request, node: str) -> bool:
@@ -167,25 +164,25 @@ class ClusterState:
         return self.full or (node in self.nodes and self.nodes[node].refuses(request))
 
     def after(self, request: Request) -> ClusterState:
-        """Return the state with one more process of this broker, if the request is its own."""
+        """Return the state once a process is started for a request; a request of another broker changes nothing."""
         return replace(self, processes=self.processes + (not request.origin))
 
 
 class _NodeLimits:
-    """Refusals by the host limits of nodes in one scheduling pass, beside those of the backfill."""
+    """The choice of devices in one scheduling pass of a cluster, within the host resources of each node."""
 
     def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
         self._board = board
         self._backfill = backfill
         self._nodes = dict(cluster.nodes)
-        #: Nodes on which no request starts in the rest of this pass.
+        #: Nodes on which no further request starts in this pass.
         self._closed = {name for name, host in self._nodes.items() if host.full}
-        #: Nodes whose own memory has refused the last request of `choose`.
+        #: Nodes without enough host memory for the last request of `choose`.
         self._short: set[str] = set()
         board.close(self._closed)
 
     def allows(self, at: int, request: Request) -> bool:
-        """Return whether a request may have a device, device memory aside."""
+        """Return whether host resources and backfill allow a request on device `at`."""
         node = self._board.states[at].device.host
         if node in self._closed:
             return False
@@ -196,12 +193,12 @@ class _NodeLimits:
         return self._backfill.allows(at, request)
 
     def choose(self, request: Request, named: Named | None) -> list[int] | None:
-        """Choose devices for a request on a node with host resources for it."""
+        """Return devices for a request on a node with host resources for it; `None`: the request must wait."""
         self._short.clear()
         return self._board.choose(request, named, self.allows)
 
     def close_for(self, request: Request, named: Named | None) -> bool:
-        """Close one node after a `choose` without result; return whether only the node's own memory was missing."""
+        """Close a node with devices but too little host memory for the request of `choose`; return whether it found one."""
         board = self._board
         for node in sorted(self._short, key=lambda name: (-self._nodes[name].left_bytes, name)):
             there = board.nodes[node] if named is None else named.keys() & set(board.nodes[node])
@@ -214,7 +211,7 @@ class _NodeLimits:
         return False
 
     def start(self, request: Request, node: str) -> None:
-        """Note that a process starts on a node."""
+        """Count a process started for a request on a node."""
         of_node = self._nodes.get(node)
         if of_node is not None:
             self._nodes[node] = of_node = of_node.after(request)
@@ -245,34 +242,32 @@ def decide(
     slots: Mapping[str, int] = MappingProxyType({}),
     passive: Collection[str] = (),
 ) -> Decisions:
-    """Decide which requests start now and which never can.
+    """Return which requests start now and which can never start.
 
-    Requests of other brokers are included, so that all brokers of a machine keep one order; their own brokers carry out
-    the decisions on them. Requests are considered in the order of `order_key`. A blocked one limits those behind it
-    (`backfill`), and is noted only if a later one is considered, and so could pass it. If the machine's own memory blocks
-    one, it blocks all, since each needs some.
+    Requests are considered in the order of `order_key`. Requests of other brokers are included, so that all brokers of a
+    machine keep one order; each broker carries out the decisions on its own requests. A blocked request limits later
+    requests (`backfill`). A request that lacks host memory blocks all later requests, since each needs some. Only the
+    first request of each shape is considered until it starts: the cost of a pass grows with shapes, not requests.
 
-    In a cluster, a request that one node has no memory or process for may start on another. If it has its devices on some
-    nodes but own memory on none of them, the one with most memory left, where it is likely to start first, is closed to
-    requests behind it. For a cluster of one node that is the rule of one machine. Only the first request of each shape is
-    considered until it starts, so a pass costs by shapes, not requests.
+    In a cluster, a request may start on any node with host resources for it. If a request lacks only host memory, on each
+    node with devices for it, then the node with most host memory left is closed to later requests: the request is likely
+    to start there first. A cluster of one node behaves as one machine.
 
     Args:
         queue: Waiting requests; not changed.
         board: All devices; placements are booked on it.
-        host: Own memory and processes of the machine, or of each node.
-        patience: How far a blocked request may be passed.
+        host: Host memory and processes of the machine, or of each node.
+        patience: Limits on the later requests that may pass a blocked request.
         now_s: Monotonic seconds.
-        slots: Processes that each other broker may start, by origin; a missing one starts none.
-        passive: Origins whose requests count as blocked even if they fit: their brokers do not start them, for an
-            unknown reason.
+        slots: Number of processes that each other broker may start, by `Request.origin`; a missing broker: none.
+        passive: Other brokers, by `Request.origin`, that do not start fitting requests; their requests count as blocked.
     """
     left = dict(slots)
     backfill = Backfill(board, queue.statuses, patience, now_s)
     limits = _NodeLimits(host, board, backfill) if isinstance(host, ClusterState) else None
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
-    #: The next request of each shape: its sort key, its lane, its position there.
+    #: The next request of each shape: sort key, request, list of its shape, position in that list.
     turns: list[tuple[OrderKey, Request, Lane, int]] = []
     for lane in queue.lanes:
         key, request = lane[0]
@@ -281,10 +276,10 @@ def decide(
         if not impossible:
             turns.append((key, request, lane, 0))
     turns.sort()
-    #: Blocked requests that are not noted yet.
+    #: Arguments of delayed calls of `backfill.block`: a limit is needed only if a later request is considered.
     blocked: list[tuple[Request, Named | None, bool]] = []
     most_free_bytes = board.most_free_bytes()
-    # New turns are added behind the current one.
+    # The loop adds turns behind the current one.
     for number, (_, request, lane, position) in enumerate(turns, 1):
         if most_free_bytes < 0 or host.full:
             break
@@ -316,7 +311,7 @@ def decide(
         if limits is not None:
             limits.start(request, board.states[chosen[0]].device.host)
         if request.origin:
-            # Its own broker counts the requests that it passes, when it starts.
+            # The broker of the request counts the passes when it starts the request.
             left[request.origin] -= 1
         else:
             backfill.count_passes(chosen)
@@ -328,7 +323,7 @@ def decide(
 
 
 def _refuse(lane: Lane, board: Board) -> list[tuple[Request, PlacementError]]:
-    """Refuse the requests at the start of a lane that can never be placed."""
+    """Return the errors of requests at the start of a list that can never be placed."""
     refusals: list[tuple[Request, PlacementError]] = []
     for _, request in lane:
         try:
@@ -348,7 +343,7 @@ def explain(
     now_s: float = 0.0,
     max_tasks: int | None = None,
 ) -> Reason:
-    """Return why a request of a queue waits; `states` has all devices, other arguments as for `decide` and `Board`."""
+    """Return why a request of the queue waits. `states` has all devices, other arguments as for `decide` and `Board`."""
     try:
         eligible = placement.select_devices(request, states)
     except PlacementError as error:
@@ -380,13 +375,13 @@ def explain(
 def _host_reason(
     request: Request, states: Sequence[DeviceState], host: HostState | ClusterState
 ) -> Reason | None:
-    """Return why the machine, or every node of its devices, refuses a process for a request; `None`: one does not."""
+    """Return why host resources allow no process for a request on any node of `states`; `None`: a node allows one."""
     names = list[str]()
     if isinstance(host, ClusterState) and not host.full:
         names, nodes = list(dict.fromkeys(state.device.host for state in states)), host.nodes
         if not all(host.refuses(request, name) for name in names):
             return None
-        # The node where it is likely to start first comes first.
+        # The node where the request is likely to start first.
         names.sort(key=lambda name: (nodes[name].full, -nodes[name].left_bytes))
         host = nodes[names[0]]
     where = partial(Reason, nodes=len(names), where=names[0] if names else None)
@@ -399,7 +394,7 @@ def _host_reason(
 
 
 def _may_use_one(request: Request, states: Sequence[DeviceState], keys: set[DeviceKey]) -> bool:
-    """Return whether a request may use at least one of some devices."""
+    """Return whether a request may use at least one of the devices in `keys`."""
     if not request.devices and not request.nodes:
         return True
     try:

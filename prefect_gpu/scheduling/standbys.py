@@ -1,7 +1,7 @@
-"""Number and kind of the standbys: processes that wait for tasks.
+"""Number and kind of standbys: processes that import a task's modules before the task exists.
 
-A standby costs host memory and, while it imports, a core; it saves a task the seconds of its imports. So there is one
-for each known task to come, and one for the next task, which is likely like the last. Pure;
+Pure. A standby saves a task the seconds of its imports, and costs host memory and, while it imports, a core. There is
+one for each submitted task without a process, and one for the next task, which is likely of the kind of the last.
 `processes.standby_pool` starts and ends the processes.
 """
 
@@ -13,22 +13,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KindDemand:
-    """Tasks that want one kind of standby, and its existing standbys."""
+    """Number of tasks and of existing standbys of one kind."""
 
     kind: Hashable
-    #: Tasks that were submitted and have no process yet.
+    #: Submitted tasks that have no process yet.
     waiting: int
-    #: The last task that was started is of this kind: one standby is made for the next.
+    #: Whether the last started task is of this kind: then one standby is started for the next task.
     latest: bool
-    #: A task of this kind was started before: one existing standby is kept for the next.
+    #: Whether a task of this kind was ever started: then one existing standby stays for the next task.
     used: bool
-    #: Host memory of one standby, in bytes.
+    #: Host memory of one standby.
     size_bytes: int
-    #: Standbys that wait for a task.
+    #: Standbys that wait for a task, and standbys that still import.
     ready: int
-    #: Standbys that still import.
     importing: int
-    #: False if standbys of this kind died, or did not suit their tasks.
+    #: False if standbys of this kind died, or could not run their tasks.
     useful: bool = True
 
 
@@ -36,11 +35,11 @@ class KindDemand:
 class Machine:
     """Limits of the machine for standbys."""
 
-    #: Bytes of the machine's memory that new processes could use now, as the kernel reports.
+    #: Host memory that new processes could use now, by the kernel's estimate.
     available_bytes: int
     #: Bytes promised to tasks' processes and not taken yet.
     promised_bytes: int
-    #: Bytes to leave free in any case.
+    #: Bytes that always stay free.
     reserve_bytes: int
     #: Cores that this process may use.
     cores: int
@@ -50,37 +49,37 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class StandbyPlan:
-    """Standbys to start and end now. A kind is named once for each process."""
+    """Kinds of the standbys to start and to end now, one entry for each process."""
 
     starts: tuple[Hashable, ...] = ()
-    #: A standby that still imports is ended before a ready one.
+    #: Of one kind, a standby that still imports is ended before a ready standby.
     ends: tuple[Hashable, ...] = ()
-    #: Some standbys end because the machine's memory runs out.
+    #: Whether standbys end because host memory runs out.
     short_of_memory: bool = False
 
 
 def most_by_default(cores: int, max_processes: int) -> int:
-    """Return the most standbys without a setting: half the cores, at least two."""
+    """Return the default limit on standbys: half the cores, at least two, at most `max_processes`."""
     return min(max_processes, max(2, cores // 2))
 
 
 def most_imports(cores: int) -> int:
-    """Return the most standbys that import at a time: each takes a core that running tasks need."""
+    """Return the limit on standbys that import at a time: each takes a core that running tasks need."""
     return max(1, cores // 2)
 
 
 def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPlan:
-    """Return which standbys to start and which to end; `demands` has every wanted or existing kind, most urgent first."""
+    """Return the standbys to start and to end. `demands` has all wanted and existing kinds, most urgent first."""
     have = {d.kind: d.ready + d.importing for d in demands}
     targets = _targets(demands, machine.most)
     ends = [d.kind for d in demands for _ in range(have[d.kind] - targets[d.kind])]
     left_bytes = machine.available_bytes - machine.promised_bytes - machine.reserve_bytes
-    # Standbys that still import have taken a part of their memory at most.
+    # Importing standbys have not taken all their memory yet.
     left_bytes -= sum(d.size_bytes * d.importing for d in demands)
     sizes = {d.kind: d.size_bytes for d in demands}
     left_bytes += sum(sizes[kind] for kind in ends)
     short_of_memory = left_bytes < 0
-    # They end before the machine's memory runs out, the least urgent first.
+    # The least urgent standbys end first.
     for demand in reversed(demands):
         kept = min(have[demand.kind], targets[demand.kind])
         while left_bytes < 0 and kept:
@@ -88,7 +87,7 @@ def plan_standbys(demands: Sequence[KindDemand], machine: Machine) -> StandbyPla
             left_bytes += demand.size_bytes
             kept -= 1
     if ends:
-        # The memory of ended standbys shows at the next reading.
+        # No starts now: the next reading shows whether the memory of ended standbys is free.
         return StandbyPlan(ends=tuple(ends), short_of_memory=short_of_memory)
     return StandbyPlan(starts=_starts(demands, targets, left_bytes, machine.cores))
 
@@ -98,7 +97,7 @@ def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
     for demand in demands:
         wanted[demand.kind] = max(demand.waiting, int(demand.latest)) if demand.useful else 0
     targets = dict.fromkeys(wanted, 0)
-    # In turn: one kind with a thousand tasks must not keep the others from theirs.
+    # Kinds take turns: a kind with a thousand tasks must leave standbys for other kinds.
     while most > 0 and any(targets[kind] < wanted[kind] for kind in wanted):
         for kind in wanted:
             if targets[kind] < wanted[kind] and most > 0:

@@ -1,4 +1,4 @@
-"""The flow's side of the driver process: one call at a time for each process, with a deadline."""
+"""The flow's side of `driver_process`: sends the CUDA driver's checkpoint calls with deadlines; `moves` has their order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from prefect_gpu.suspension import driver_process
 
 Step = Literal["state", "lock", "checkpoint", "restore", "unlock"]
 
-#: Seconds in which the driver process must load and initialise the driver: 0.3 s on an idle machine.
+#: Seconds for the driver process to load and initialise the driver: 0.3 s on an idle machine.
 START_S = 30.0
 
-#: Results of the driver that are expected, by their number in `cuda.h`.
+#: Meaning of the driver's expected errors, by their number in `cuda.h`.
 RESULTS = {
     1: "invalid value",
     2: "out of memory",
@@ -38,13 +38,12 @@ RESULTS = {
 class DriverCallError(PrefectGPUError):
     """The driver refused a call, or did not answer."""
 
-    #: Name of the call.
     step: str
-    #: `CUresult`; `None`: there was no answer in time, or the driver process ended.
+    #: `CUresult`; `None`: no answer.
     code: int | None
     #: Why there was no answer.
     problem: str = ""
-    #: There was no answer because the driver process has ended.
+    #: Whether there was no answer because the driver process has ended.
     ended: bool = False
 
     def __str__(self) -> str:
@@ -68,7 +67,7 @@ class _Process:
     def __init__(self, command: Sequence[str]) -> None:
         self._lock = threading.Lock()
         self._started = _Call()
-        #: Waiting calls by id. `None`: the process has ended.
+        #: Unanswered calls by id; `None`: the process has ended.
         self._calls: dict[str, _Call] | None = {"0": self._started}
         self._number = 0
         self._process = subprocess.Popen(
@@ -77,7 +76,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            # It must not get Ctrl-C of the terminal.
+            # Ctrl-C in the terminal must not reach the driver process.
             start_new_session=True,
             cwd="/",
             # The driver must see every device of the machine.
@@ -98,7 +97,7 @@ class _Process:
         return self._calls is None
 
     def support(self) -> str:
-        """Return why this driver cannot suspend processes; empty: it can."""
+        """Return why this driver cannot suspend processes, as text; empty: it can."""
         if not self._started.answered.wait(START_S):
             return f"the CUDA driver has not answered for {START_S:g}s"
         if self._started.code is None:
@@ -116,7 +115,7 @@ class _Process:
                 self._number += 1
                 self._calls[str(self._number)] = call
                 line = " ".join([str(self._number), step, str(pid), *words]) + "\n"
-                # The end of the process answers all calls, also one that it did not read.
+                # If the process has ended, `_read` answers the call.
                 with contextlib.suppress(OSError):
                     os.write(self._stdin.fileno(), line.encode())
         if not call.answered.wait(deadline_s):
@@ -137,7 +136,7 @@ class _Process:
                     call.code, call.value = int(code), int(value)
                     call.answered.set()
             except ValueError:
-                # Half a line: the process was killed.
+                # A part of a line: the process was killed.
                 continue
         with self._lock:
             unanswered, self._calls = self._calls or {}, None
@@ -148,8 +147,8 @@ class _Process:
         self._process.wait()
 
     def forget(self) -> None:
-        """Close the pipe in a fork of the flow, or the driver process would not see the flow end."""
-        # Without the pipes' locks, which a thread of the flow may have held.
+        """Close the pipes in a fork of the flow: with an open copy, the driver process would outlive the flow."""
+        # `os.close` needs no lock of a pipe object, which a thread of the flow may have held at the fork.
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError, ValueError):
                 os.close(pipe.fileno())
@@ -157,9 +156,9 @@ class _Process:
 
 
 class DriverCalls:
-    """The driver's checkpoint calls. Safe to use from several threads; a fork begins anew.
+    """The CUDA driver's checkpoint calls, made by a driver process. Safe to use from several threads.
 
-    `command` starts the driver process with the first call, and again if it has ended.
+    The driver process, started by `command`, starts at the first call, after its own end, and in each fork of the flow.
     """
 
     def __init__(
@@ -180,19 +179,17 @@ class DriverCalls:
             process.forget()
 
     def unsupported(self) -> str:
-        """Return why no process can be suspended here, as text for people; empty: it can."""
+        """Return why no process can be suspended on this machine, as text for people; empty: processes can be."""
         try:
             return self._running().support()
         except (OSError, CapacityError) as error:
             return f"the process that calls the CUDA driver cannot be started: {error}"
 
     def call(self, step: Step, pid: int, *words: str, deadline_s: float) -> int:
-        """Make one call on a process, and return the value of its answer; `words` are described in `driver_process`.
-
-        After `deadline_s` seconds without an answer it has failed, though it may still be under way.
+        """Make one call for the process `pid` and return its value; `driver_process` has the meaning of `words`.
 
         Raises:
-            DriverCallError: The call failed, or was not answered in time.
+            DriverCallError: The call failed, or had no answer within `deadline_s` seconds. The driver may still make it.
         """
         try:
             process = self._running()
@@ -207,7 +204,7 @@ class DriverCalls:
             return self._process
 
     def close(self) -> None:
-        """End the driver process, also during a call."""
+        """Kill the driver process, also during a call."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:

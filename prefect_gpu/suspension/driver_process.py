@@ -1,18 +1,19 @@
 """The driver process: a small process that makes the CUDA driver's checkpoint calls for a flow.
 
-The flow's own process never loads the CUDA driver, and a call that hangs must not hang the flow. This file is the
-driver process itself: it runs as a script, with the standard library only and the flags `-I -S`. `driver_calls` starts it.
+The flow's own process never loads the CUDA driver, and a call that hangs must not block the flow. `driver_calls` runs
+this file as a script, with the flags `-I -S`. It imports the standard library only.
 
-It reads lines `ID STEP PID WORD…` from standard input and writes a line `ID CODE VALUE` when each call ends; each call
-has a thread. `CODE` is a `CUresult` of the driver: 0 is success. The first line has the id 0, the result of `cuInit`,
-and 1 if the driver has the calls (570 and later), else 0. The process ends when standard input closes, also during a call.
+Standard input has one call a line, `ID STEP PID WORD…`. Each call runs in a thread of its own, which writes a line
+`ID CODE VALUE` to standard output when the call ends. `CODE` is a `CUresult` of the driver: 0 is success. The first line
+of output has the id 0, the result of `cuInit`, and 1 if the driver has the checkpoint calls (570 and later), else 0. The
+process ends when standard input closes, also during a call.
 
 | step | words | value |
 |---|---|---|
 | `state` | | 0 running, 1 locked, 2 checkpointed, 3 failed |
 | `lock` | milliseconds | 0 |
 | `checkpoint` | | 0 |
-| `restore` | UUIDs of devices in pairs, old and new; none: where it was | 0 |
+| `restore` | UUIDs of devices in pairs, old and new; none: onto the same devices | 0 |
 | `unlock` | | 0 |
 
 Source of names, structures and values: `cuda.h` of CUDA 13, section "CUDA checkpointing".
@@ -31,33 +32,33 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     class Driver(Protocol):
-        """The driver's calls."""
+        """A CUDA driver, or a fake driver of a test."""
 
         def start(self) -> tuple[int, int]:
-            """Return the result of `cuInit`, and 1 if the driver has the calls."""
+            """Initialise the driver; return the result of `cuInit`, and 1 if it has the checkpoint calls, else 0."""
             ...
 
         def call(self, step: str, pid: int, words: Sequence[str]) -> tuple[int, int]:
-            """Make one call; return its result and its value."""
+            """Make one call for the process `pid`; return its `CUresult` and its value."""
             ...
 
 
-#: `CUDA_ERROR_INVALID_VALUE`, `CUDA_ERROR_NOT_FOUND`: also the answer without a driver.
+#: `CUDA_ERROR_INVALID_VALUE`; `CUDA_ERROR_NOT_FOUND`, which is also the answer without a driver.
 INVALID, NOT_FOUND = 1, 500
 
-#: Bytes of each structure of arguments, padding included.
+#: Size of each argument structure in `cuda.h`, padding included.
 _ARGS_BYTES = 64
 
 
 class CudaDriver:
-    """The real driver, through `ctypes`; `library` is the name of its shared library."""
+    """The CUDA driver in the shared library `library`, called through `ctypes`."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._name = library
         self._library: ctypes.CDLL | None = None
 
     def start(self) -> tuple[int, int]:
-        """Load and initialise the driver. No context is made, so no device memory is taken."""
+        """Load and initialise the driver, as in `Driver.start`. Without a context, no device memory is taken."""
         try:
             self._library = ctypes.CDLL(self._name)
         except OSError:
@@ -65,7 +66,7 @@ class CudaDriver:
         return self._library.cuInit(0), int(hasattr(self._library, "cuCheckpointProcessLock"))
 
     def call(self, step: str, pid: int, words: Sequence[str]) -> tuple[int, int]:
-        """Make one call; return its result and its value."""
+        """Make one call for the process `pid`; return its `CUresult` and its value."""
         driver = self._library
         if driver is None or not hasattr(driver, "cuCheckpointProcessLock"):
             return NOT_FOUND, 0
@@ -79,7 +80,7 @@ class CudaDriver:
         if step == "checkpoint":
             return driver.cuCheckpointProcessCheckpoint(pid, None), 0
         if step == "restore" and words:
-            # `{CUcheckpointGpuPair *gpuPairs; unsigned int gpuPairsCount; …}`, a pair is two UUIDs of 16 bytes.
+            # `{CUcheckpointGpuPair *gpuPairs; unsigned int gpuPairsCount; …}`; a pair is two UUIDs of 16 bytes.
             uuids = _complete(list(map(_uuid_bytes, words)), self._device_uuids(driver))
             pairs = ctypes.create_string_buffer(b"".join(uuids))
             arguments = (ctypes.c_ubyte * _ARGS_BYTES)()
@@ -93,7 +94,7 @@ class CudaDriver:
         return INVALID, 0
 
     def _device_uuids(self, driver: ctypes.CDLL) -> list[bytes]:
-        """Return the UUIDs of the machine's devices; devices without an answer of the driver are left out."""
+        """Return the UUIDs of the machine's devices that the driver can report."""
         count, device, uuid = ctypes.c_int(), ctypes.c_int(), (ctypes.c_ubyte * 16)()
         if driver.cuDeviceGetCount(ctypes.byref(count)):
             return []
@@ -106,15 +107,15 @@ class CudaDriver:
 
 
 def _complete(uuids: list[bytes], machine: Sequence[bytes]) -> list[bytes]:
-    """Return pairs of devices, old and new, completed by pairs of each other device with itself."""
-    # The driver takes a map only if it has every device that it has checkpointed, also those that `CUDA_VISIBLE_DEVICES`
-    # kept from the process: on a host with four H200s (580.159.04) a restore by a map of two failed with 1.
+    """Return pairs of old and new UUIDs, followed by a pair of each other device of the machine with itself."""
+    # The driver refuses a map that lacks a device that it has checkpointed, also one that `CUDA_VISIBLE_DEVICES` hid from
+    # the process: on a host with four H200s (580.159.04) a restore with a map of two devices failed with 1.
     old = uuids[::2]
     return uuids + [uuid for each in machine if each not in old for uuid in (each, each)]
 
 
 def _uuid_bytes(uuid: str) -> bytes:
-    """Return the 16 bytes of `GPU-…`; raise `ValueError` for other texts."""
+    """Return the 16 bytes of a UUID `GPU-…`; raise `ValueError` for other texts."""
     found = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
     if len(found) != 16:
         raise ValueError(uuid)
@@ -122,7 +123,7 @@ def _uuid_bytes(uuid: str) -> bytes:
 
 
 def main(driver: Driver) -> None:
-    """Carry out the lines of standard input until it closes; `driver` makes the calls."""
+    """Make the calls that standard input lists, until it closes; then end the process."""
     writes = threading.Lock()
 
     def answer(call: str, code: int, value: int) -> None:
@@ -147,7 +148,7 @@ def main(driver: Driver) -> None:
                 args=(call, step, pid, words),
                 daemon=True,
             ).start()
-    # A call that hangs is not waited for.
+    # Without waiting for calls that hang.
     os._exit(0)
 
 

@@ -1,7 +1,6 @@
-"""Which processes may be suspended. Pure.
+"""Which processes may be suspended: only tested configurations, since a failed checkpoint loses the process.
 
-A failed checkpoint leaves a process in an unknown state, so eligibility is decided before it begins, from configurations
-that were tested. `tests.gpu.check_suspension` tests them; its output is `docs/evidence/gpu-suspension.txt`.
+Pure. `tests.gpu.check_suspension` tests the configurations; its output is `docs/evidence/gpu-suspension.txt`.
 """
 
 from __future__ import annotations
@@ -11,34 +10,33 @@ from dataclasses import dataclass
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.units import GIB, format_bytes
 
-#: Frameworks whose processes were unharmed after twenty moves. JAX's were lost once in three times twenty.
+#: Frameworks whose processes were unharmed by twenty moves. A JAX process was lost once in three times twenty moves.
 SHOWN_FRAMEWORKS = frozenset({"torch", "cupy", "tensorflow", "onnxruntime"})
 
 #: Kinds of devices whose memory the driver can move.
 MOVED_KINDS: frozenset[DeviceKind] = frozenset({"nvml"})
 
-#: Bytes of the machine's own memory that stay free after a move.
+#: Bytes of host memory that must stay free after a move.
 HOST_MARGIN_BYTES = GIB
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Facts about a process that is to be suspended."""
+    """A task's process that is to be suspended."""
 
     kind: DeviceKind
-    #: UUIDs of its devices.
     device_uuids: tuple[str, ...]
-    #: Bytes that it and its descendants hold there.
+    #: Device memory of the process and its descendants.
     used_bytes: int
-    #: Processes of the task that hold device memory.
+    #: Number of the task's processes that hold device memory.
     processes: int
-    #: Frameworks that it has used so far.
+    #: Frameworks that the process has used so far.
     frameworks: tuple[str, ...]
-    #: Bytes of the machine's memory that processes could still use.
+    #: Host memory that processes could still use.
     host_available_bytes: int
-    #: CUDA's Multi-Process Service runs on the machine.
+    #: Whether CUDA's Multi-Process Service runs on the machine.
     mps: bool = False
-    #: A process of the same task was lost in a move before.
+    #: Whether an earlier move lost a process of the same task.
     lost_before: bool = False
 
 

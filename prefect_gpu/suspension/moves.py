@@ -2,8 +2,8 @@
 
     running ─lock─▶ locked ─checkpoint─▶ away ─restore─▶ locked ─unlock─▶ running
 
-A failed lock is undone by unlock, and the process continues. A process whose checkpoint or restore fails or does not end
-in time is lost: the driver does not tell its state, and it must be killed.
+After a failed lock the process is unlocked and continues. A process is *lost*, and must be killed, if its checkpoint or
+restore fails or has no end in time: the driver leaves it in an unknown state.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Final
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls, Step
 
-#: States of a process, as the driver numbers them.
+#: States of a process, by the driver's numbers.
 RUNNING, LOCKED, AWAY, FAILED = range(4)
 
-#: Seconds for the driver to lock a process: it waits for the process's calls that are under way.
+#: Seconds for the driver to lock a process: the driver waits for the process's own calls to end.
 LOCK_S: Final = 5.0
 
 #: Seconds for a call that moves no memory.
 SHORT_S: Final = 10.0
 
-#: A move may take `SHORT_S` and a second for so many bytes. The slowest measured is 1.7 GiB/s out.
+#: Bytes a second that the deadline of a move allows for, after `SHORT_S`. The slowest measured is 1.7 GiB/s out.
 SLOWEST_BYTES_S: Final = 256 << 20
 
 #: States of a process before and after each call.
@@ -37,27 +37,27 @@ _BEFORE_AND_AFTER: Final[Mapping[Step, tuple[int, int]]] = {
     "unlock": (LOCKED, RUNNING),
 }
 
-#: Most repeats of a call in which the driver process has ended.
+#: Most repeats of a call during which the driver process ended.
 _MOST_AGAIN = 3
 
 
 class NotSuspendedError(PrefectGPUError):
-    """The process could not be suspended, and runs as before. The text says why."""
+    """A process could not be suspended, and runs as before. The text says why."""
 
 
 class ProcessLostError(PrefectGPUError):
-    """The driver has left the process in an unknown state. It must be killed. The text says why."""
+    """The driver has left a process in an unknown state: the process must be killed. The text says why."""
 
 
 def move_deadline_s(used_bytes: int) -> float:
-    """Return the seconds after which a move of `used_bytes` has failed."""
+    """Return the seconds after which a move of `used_bytes` counts as failed."""
     return SHORT_S + used_bytes / SLOWEST_BYTES_S
 
 
 def move_out(calls: DriverCalls, pid: int, used_bytes: int) -> float:
-    """Move a process's GPU memory to the host, `used_bytes` on its devices; return the seconds that it took.
+    """Move a process's GPU memory, `used_bytes`, to the host; return the seconds of the move.
 
-    Its threads stop in their next call of the driver until `move_in`.
+    The process's threads block in their next call of the driver until `move_in`.
 
     Raises:
         NotSuspendedError: The process runs as before.
@@ -79,10 +79,10 @@ def move_out(calls: DriverCalls, pid: int, used_bytes: int) -> float:
 def move_in(
     calls: DriverCalls, pid: int, used_bytes: int, onto: Mapping[str, str] | None = None
 ) -> float:
-    """Move a process's memory back from the host, so that the process runs; return the seconds that it took.
+    """Move a process's memory back to its devices, so that the process runs; return the seconds of the move.
 
-    Only with the room reserved and seen free: a restore that finds no room loses the process. `onto` has the new device
-    of each device that the process can name, by UUID; `None`: the same devices.
+    The caller has reserved the memory and read that it is free: a restore without room loses the process. `onto` has the
+    new device of each device that the process can see, by UUID; `None`: the same devices.
 
     Raises:
         ProcessLostError: The process must be killed.
@@ -98,7 +98,7 @@ def move_in(
 
 
 def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
-    """Unlock a process, if it is locked; raise `ProcessLostError`, with `why`, if it stays locked."""
+    """Unlock a process; raise `ProcessLostError`, with `why` in its text, if the process does not run afterwards."""
     try:
         _call(calls, "unlock", pid, deadline_s=SHORT_S)
     except DriverCallError as error:
@@ -109,10 +109,9 @@ def _unlock(calls: DriverCalls, pid: int, why: str) -> None:
 
 
 def _call(calls: DriverCalls, step: Step, pid: int, *words: str, deadline_s: float) -> None:
-    """Make a call, and repeat it if the driver process has ended and the call had no effect."""
-    # The driver carries out a call in the process itself, so it may end well without the process that asked for it, and
-    # asking for the state waits for that (seen with driver 580.159.04, each step interrupted at once, after 0.05 and
-    # 0.5 s).
+    """Make a call; repeat it if the driver process ended during the call and the call had no effect."""
+    # A call may succeed although the driver process has ended: the driver carries it out inside the process `pid`, and
+    # `state` waits for its end (driver 580.159.04, each step interrupted at once, after 0.05 and 0.5 s).
     until_s = time.monotonic() + deadline_s
     before, after = _BEFORE_AND_AFTER[step]
     for again in itertools.count():

@@ -2,8 +2,8 @@
 
     asked ─▶ eligible? ─▶ trimmed ─▶ moving out ─▶ away ─▶ room? ─▶ moving in ─▶ running
 
-One thread is started when a suspension is requested and lives until the process runs again, so resuming cannot fail for
-want of a thread. A `Subject` answers the thread's questions about the process and handles its reports.
+A thread starts when a suspension is requested and lives until the process runs again. So resuming cannot fail for want
+of a thread. The thread reads the state of the process from a `Subject`, and reports each stage to it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Bytes that a device must have free beyond the returning memory: a restore without room loses the process.
+#: Bytes that a device must have free beside the bytes to restore: a restore without room loses the process.
 ROOM_MARGIN_BYTES = 512 * MIB
 
-#: Seconds between two checks for room.
+#: Seconds between two checks of the device's free memory.
 ROOM_S = 0.25
 
-#: Seconds after which a reading that showed room is too old to restore on, if `Subject.comes_back` took so long.
+#: Seconds after which the device is read again before a restore, if `Subject.comes_back` took so long.
 OLD_S = 0.5
 
-#: Beginning of the text in `Subject.tell` if the process is not suspended; the reason follows.
+#: Beginning of the text of `Subject.tell` for the stage `refused`; the reason follows.
 REFUSED = "not suspended: "
 
 #: Progress of a suspension.
@@ -41,60 +41,57 @@ Stage = Literal["refused", "moving out", "away", "moving in", "running"]
 
 
 class Subject(Protocol):
-    """A task's process, for the suspension's thread, which calls all methods."""
+    """A task's process, as seen by its `Suspender`, whose thread calls all methods."""
 
     def candidate(self) -> Candidate:
-        """Return the facts that decide whether the process may be suspended."""
+        """Return the current values that decide whether the process may be suspended."""
         ...
 
     def trim(self) -> None:
-        """Have the process return unused device memory, and read the rest; no effect if it does not answer soon."""
+        """Ask the process to free unused device memory, then read its device again. Does not wait long for an answer."""
         ...
 
     def free_bytes(self) -> int | None:
-        """Return the free bytes of its device at a new reading; `None`: it does not answer."""
+        """Return the free bytes of the process's device, from a new reading; `None`: the device does not answer."""
         ...
 
     def comes_back(self) -> bool:
-        """Note that the process resumes; return whether it may: its device is reserved, and no suspension is asked for."""
+        """Record that the process resumes; return `False` if it has no reservation, or a new suspension was requested."""
         ...
 
     def onto(self) -> Mapping[str, str] | None:
-        """Return the new device of each device that the process can name, by UUID; `None`: the same devices."""
+        """Return the new device of each device that the process can see, by UUID; `None`: the same devices."""
         ...
 
     def tell(self, stage: Stage, text: str) -> None:
-        """Show the stage, and its text for people; empty: the process runs."""
+        """Show the stage and its text for people, which is empty once the process runs."""
         ...
 
     def begun(self) -> None:
-        """Note that the process is suspended from now on."""
+        """Record that the process is suspended from now on."""
         ...
 
     def ended(self, suspension: Suspension | None) -> None:
-        """Note that the process runs again; `None`: it was not suspended after all."""
+        """Record that the process runs again; `None`: the suspension failed."""
         ...
 
     def lost(self, why: str) -> None:
-        """Kill the process: the driver has lost its state."""
+        """Kill the process, which the driver has left in an unknown state."""
         ...
 
 
 def lost_tasks() -> set[str]:
-    """Return the keys of this process's tasks of which a move has lost a process: they are not moved again."""
+    """Return the keys of tasks, in this Python process, that lost a process in a move. They are not moved again."""
     return PROCESS_RESOURCES.get("tasks lost in a move", set[str])
 
 
 def shared_calls() -> DriverCalls:
-    """Return the driver's calls that all tasks of this process share."""
+    """Return the `DriverCalls` that all tasks of this Python process share."""
     return PROCESS_RESOURCES.get("driver calls", DriverCalls)
 
 
 class Suspender:
-    """Suspends and resumes one process. Safe to use from several threads.
-
-    `calls` returns the driver's calls at the first request; `None`: those that all tasks share.
-    """
+    """Suspends and resumes the process `pid`; `calls` is `shared_calls` by default. Safe to use from several threads."""
 
     def __init__(
         self, pid: int, subject: Subject, calls: Callable[[], DriverCalls] | None = None
@@ -104,9 +101,9 @@ class Suspender:
         self._calls = calls or (lambda: shared_calls())
         self._changed = threading.Condition()
         self._wanted = False
-        #: Number of requests to suspend.
+        #: Number of requests to suspend so far.
         self._asked = 0
-        #: Its memory is on the host, or on the way there.
+        #: Whether the process's memory is on the host, or on the way there or back.
         self.away = False
         self._gone = False
         self._thread: threading.Thread | None = None
@@ -116,11 +113,11 @@ class Suspender:
 
     @property
     def away_s(self) -> float | None:
-        """Seconds since the suspension began; `None`: not suspended."""
+        """Seconds since the current suspension began; `None`: not suspended."""
         return time.monotonic() - self._begun_s if self.away else None
 
     def ask(self, away: bool) -> None:
-        """Ask to suspend the process (`away`) or to resume it; the last request counts."""
+        """Ask to suspend the process (`away=True`) or to resume it, without waiting; the last request counts."""
         with self._changed:
             self._wanted = away
             self._asked += away
@@ -129,11 +126,11 @@ class Suspender:
                 try:
                     self._thread = start_thread(self._run, "prefect-gpu-suspend")
                 except CapacityError as error:
-                    # It is not suspended: a suspended process has a thread.
+                    # A suspended process has a thread, so this request is to suspend.
                     self._refuse(str(error), self._asked)
 
     def end(self) -> None:
-        """Note that the process is gone, or about to be killed."""
+        """End the thread: the process has ended, or is about to be killed."""
         with self._changed:
             self._gone = True
             self._changed.notify_all()
@@ -161,7 +158,7 @@ class Suspender:
     def _lose(self, why: str) -> None:
         with self._changed:
             gone, self._gone = self._gone, True
-        # A process that has ended meanwhile answers no call either.
+        # The move may have failed because the process has ended.
         if not gone:
             self._subject.lost(why)
 
@@ -197,7 +194,7 @@ class Suspender:
         self._subject.tell("away", f"away: {moved} in host memory, moved in {took}")
 
     def _refuse(self, problem: str, asked: int) -> None:
-        """Refuse a request by its number; a later request gets its own answer, if it is not withdrawn."""
+        """Refuse the suspension request of number `asked`, unless a later one is waiting for its own answer."""
         with self._changed:
             if self._asked == asked or not self._wanted:
                 self._wanted = False
@@ -213,7 +210,7 @@ class Suspender:
         self._subject.tell("running", "")
 
     def _wait_for_room(self) -> bool:
-        """Wait until its device shows the room; return whether the process is still to resume."""
+        """Wait until the device has room for the process; return whether the process is still to resume."""
         need_bytes = self._moved_bytes + ROOM_MARGIN_BYTES
         told = ""
         while True:
@@ -228,7 +225,7 @@ class Suspender:
                     fits = free_bytes is not None and free_bytes >= need_bytes
                     if fits:
                         return True
-                    # The ledger shows that it resumes: say again that it waits.
+                    # `comes_back` has recorded a resumption: report again that the process waits.
                     told = ""
             free = "its device does not answer"
             if free_bytes is not None:

@@ -24,12 +24,12 @@ from prefect_gpu.errors import ResultError
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
 
-#: Functions of tasks that only the parent's engine uses, in addition to hooks of tasks and flows.
+#: Attributes of tasks with functions that a child process never calls; removed from its copy, as all hooks are.
 ONLY_HERE = ("retry_condition_fn", "cache_key_fn")
 
 
 def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[str, Any]:
-    """Serialise the context of this thread's task run, of the user's own `task`, for a child process."""
+    """Return the Prefect context of this thread's task run, of the user's `task`, serialised for its child process."""
     flow_run = FlowRunContext.get()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_AsTheyAre.of_thread(str(task_run.client.api_url)))
@@ -47,7 +47,7 @@ def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[st
         if flow_run_context.get("flow") is not None:
             flow_run_context["flow"] = _travelling(flow_run_context["flow"])
     if tags := context.get("tags_context"):
-        # A task that is submitted from inside has its own tags.
+        # A task submitted by the child's body has GPU tags of its own.
         tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
     assets = AssetContext.get()
     context["asset_context"] = assets.serialize() if assets is not None else {}
@@ -56,7 +56,7 @@ def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[st
 
 
 def apply_changes(changes: ContextChanges) -> None:
-    """Apply the changes that a completed body made in its child process to the run's contexts in this thread."""
+    """Apply changes of transactions and assets, made by a body in its child process, to this thread's contexts."""
     transactions = _transactions()
     for transaction, values_set in zip(transactions, changes.transactions, strict=True):
         for name, value in values_set.items():
@@ -71,7 +71,7 @@ def apply_changes(changes: ContextChanges) -> None:
 
 
 def _transactions() -> list[BaseTransaction]:
-    """Return the transaction of this thread's task run, followed by its parents from the inside out."""
+    """Return this thread's open Prefect transactions, innermost first."""
     found: list[BaseTransaction] = []
     transaction = get_transaction()
     # A parent that has ended returns the current transaction as its own parent.
@@ -89,7 +89,7 @@ def _stored(name: str, value: Any) -> StoredValue:
 
 
 def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
-    """Return the fields from which a child process rebuilds a transaction (`prefect_context.RunContexts`)."""
+    """Return the fields of a transaction that a child process needs to rebuild it (`prefect_context.RunContexts`)."""
     names = ("key", "commit_mode", "isolation_level", "overwrite", "write_on_commit", "state")
     stored = transaction._stored_values.copy()
     return {
@@ -100,11 +100,11 @@ def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
 
 
 def _travelling(runnable: Any) -> Any:
-    """Return a copy of a task or flow that identifies the run in a child process, without its function and hooks."""
+    """Return a copy of a task or flow without its function and hooks, for the Prefect context of a child process."""
     light = copy.copy(runnable)
     light.__dict__.pop("__wrapped__", None)
-    # A flow's function may refer to anything in its script (locks, clients, models), which would be pickled for each
-    # task or refuse to be. The body itself is in the call.
+    # A flow's function may refer to anything in its script (locks, clients, models). Pickling that for each task would
+    # take long, or fail. The body itself is in the call.
     light.fn = _runs_elsewhere
     for name in [*vars(light)]:
         if name.endswith("_hooks"):
@@ -121,8 +121,8 @@ def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
 def without_parameters(
     context: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a child's context without parameters, the parameters of the task, and the parameters of its flow."""
-    # The parameters are the call's own argument objects. Pickled together with the call, each object is sent once.
+    """Return a child's context without parameters, then separately the task's parameters and the flow's parameters."""
+    # The parameters are the call's own argument objects. Pickled with the call, each object is sent once.
     parameters: dict[str, dict[str, Any]] = {}
     for name in ("task_run_context", "flow_run_context"):
         run = context.get(name) or {}
@@ -133,38 +133,34 @@ def without_parameters(
 
 
 def logs_need_prefect(task: Task[..., Any]) -> bool:
-    """Return whether the child process must import Prefect before the body, for the body's logs and prints.
-
-    Without Prefect a child uses the levels of Prefect's default configuration. Call it on the thread that submits the
-    task.
-    """
+    """Return whether a child must import Prefect before the body, for its logs and prints. On the submitting thread."""
     logs = get_current_settings().logging
     if should_log_prints(task) or logs.extra_loggers or logs.config_path.exists():
         return True
-    # Prefect reads levels, handlers and `propagate` of loggers from these variables.
+    # Without Prefect a child uses the levels of Prefect's default configuration. Prefect reads levels, handlers and
+    # `propagate` of loggers from these variables.
     variables = ("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_")
     return any(name.startswith(variables) for name in os.environ)
 
 
 def prefect_log_level() -> str:
-    """Return the level of Prefect's loggers in the settings of this thread."""
+    """Return the log level of Prefect's loggers in this thread's settings."""
     return get_current_settings().logging.level
 
 
 class _AsTheyAre(SettingsContext):
-    """Settings that are pickled: 0.2 ms. Serialising took 14 ms of CPU, validation in the child 25 (Prefect 3.8.8)."""
+    """Settings pickled in 0.2 ms. Prefect 3.8.8 takes 14 ms of CPU to serialise, 25 ms in the child to validate."""
 
     @classmethod
     def of_thread(cls, url: str) -> _AsTheyAre:
-        """Return this thread's settings with the API's address: without it each child would start a server."""
+        """Return this thread's settings with `url` as the API's address: without it each child starts a server."""
         current = SettingsContext.get()
         assert current is not None, "Prefect always has settings"
         settings = current.settings
         if settings.api.url != url:
             api = settings.api.model_copy(update={"url": url})
             settings = settings.model_copy(update={"api": api})
-        # Prefect's validation changes settings that all threads share for a moment, and fails if two threads validate
-        # at once.
+        # Not validated: Prefect's validation briefly changes settings of all threads, and fails in two threads at once.
         return cls.model_construct(profile=current.profile, settings=settings)
 
     def serialize(self, include_secrets: bool = True) -> dict[str, Any]:

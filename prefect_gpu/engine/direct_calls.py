@@ -1,10 +1,9 @@
-"""Warn of GPU tasks that run in Prefect's own engine, without the task runner.
+"""Warn of GPU tasks that run in Prefect's own engine, outside `GPUTaskRunner`.
 
-No task runner sees a direct call or a background task under Prefect's own `serve`. Both go through a method of
-Prefect's engine, which is wrapped here: the only attribute of Prefect that this package replaces.
-
-`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so this module imports
-neither `runner` nor `devices`.
+No task runner sees a direct call, or a background task under Prefect's own `serve`. Both go through a method of
+Prefect's engine. This module wraps that method, the only attribute of Prefect that the package replaces.
+`prefect_gpu/__init__.py` imports this module when a process imports Prefect's task worker, so neither `runner` nor
+`devices` is imported here.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from prefect_gpu.policy import is_gpu_tag
 #: Prefect's own engines. A task runner runs GPU tasks in a subclass.
 _PREFECTS = (SyncTaskRunEngine, AsyncTaskRunEngine)
 
-#: GPU tasks with a warning, by flow run and task name; the flow run is `None` outside a flow.
+#: GPU tasks that were warned of, by flow run and task name; the flow run is `None` outside a flow.
 _warned: dict[tuple[UUID | None, str], object] = {}
 
 
@@ -39,9 +38,9 @@ def _is_first(flow_run_id: UUID | None, task_name: str) -> bool:
 
 
 def is_first_warning(task_name: str) -> bool:
-    """Return whether this flow run has not been warned yet of a direct call of the GPU task `task_name`.
+    """Return `True` for the first direct call of a GPU task in this flow run, `False` for each later call.
 
-    The process of a GPU task asks the flow's process, because several processes may call the same task.
+    A GPU task's child process asks the flow's process, because several processes may call the same task.
     """
     first, channel = _is_first(flow_of(FlowRunContext.get())[1], task_name), current_channel()
     if first and channel is not None:
@@ -80,7 +79,7 @@ def _warn_of_serve(task_name: str) -> None:
 
 
 def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap the method that Prefect's engine calls right before a task begins, and warn after it."""
+    """Return a wrapper that warns after the method, which Prefect's engine calls just before a task begins."""
 
     @functools.wraps(wait_for_dependencies)
     def wait(engine: Any) -> None:
@@ -88,7 +87,7 @@ def _warns(wait_for_dependencies: Callable[[Any], None]) -> Callable[[Any], None
         if type(engine) not in _PREFECTS:
             return
         task, task_run, context = engine.task, engine.task_run, FlowRunContext.get()
-        # A background task is not called inside its flow.
+        # Deferred: a background task, which runs outside its flow.
         if task_run.state.state_details.deferred:
             if any(map(is_gpu_tag, {*task.tags, *task_run.tags})):
                 _warn_of_serve(task.name)

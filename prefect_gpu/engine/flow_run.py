@@ -1,4 +1,4 @@
-"""The flow run around submitted tasks: tags, name, logs, events, and the runner's API client. Task runs: `task_run`."""
+"""Access to the flow run of submitted tasks: tags, name, log, events and API client. `task_run` is about task runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prefect_gpu.reports.markup import clean_name
 
 
 def context_tags() -> set[str]:
-    """Return the tags of `prefect.tags` contexts around the caller, without the flow run's own."""
+    """Return the tags of the `prefect.tags` contexts around the caller, without the flow run's own tags."""
     tags = set(TagsContext.get().current_tags)
     flow_run_context = FlowRunContext.get()
     if flow_run_context is not None and flow_run_context.flow_run is not None:
@@ -29,11 +29,11 @@ def context_tags() -> set[str]:
 
 
 def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
-    """Return whether the flow of an ending runner succeeded or continues.
+    """Return whether a flow run has completed when its runner exits; `True` also if the runner has no flow run.
 
-    Prefect passes to a task runner only exceptions that end the flow *engine*. After an ordinary exception, the engine
-    sets the flow run's state before the runner exits: `Failed`, or for a retried flow `AwaitingRetry` or already
-    `Running` again.
+    Prefect passes only exceptions that end the flow *engine* to a task runner. After an exception of the flow's
+    function, the engine sets the flow run's state before the runner exits: `Failed`, or for a retried flow
+    `AwaitingRetry` or already `Running` again.
     """
     if context is None or context.flow_run is None or context.flow_run.state is None:
         return True
@@ -44,7 +44,7 @@ def flow_run_goes_on(context: FlowRunContext | None, runner: object) -> bool:
 
 
 def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
-    """Return the name of a flow as reports show it, and the id of its run; outside a flow "no-flow" and `None`."""
+    """Return a flow's name as shown in reports, and the id of its flow run; outside a flow "no-flow" and `None`."""
     if context is None or context.flow_run is None:
         return "no-flow", None
     name = context.flow.name if context.flow is not None else context.flow_run.name
@@ -52,7 +52,7 @@ def flow_of(context: FlowRunContext | None) -> tuple[str, UUID | None]:
 
 
 def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.INFO) -> None:
-    """Log on a flow run, whose context may have ended; without a flow run, on Prefect's console alone."""
+    """Log a text on a flow run, even after its context has ended; without a flow run, on Prefect's console alone."""
     if context is not None and context.flow_run is not None:
         flow_run_logger(context.flow_run, context.flow).log(level, text)
     else:
@@ -60,14 +60,14 @@ def log_on_flow(context: FlowRunContext | None, text: str, level: int = logging.
 
 
 def artifact_url(artifact_id: UUID) -> str | None:
-    """Return the address of an artifact's page; `None`: Prefect has no address of a UI."""
+    """Return the address of an artifact's page; `None`: Prefect's settings have no UI address."""
     # `url_for` does not support artifacts (Prefect 3.8.8).
     base = get_current_settings().ui_url
     return f"{base.rstrip('/')}/artifacts/artifact/{artifact_id}" if base else None
 
 
 def emit_device_event(event: GPUEvent, around: Context) -> None:
-    """Emit an event about its first device, in the flow run's context `around`, which has the related resources."""
+    """Emit an event about `event`'s first device. `around` is the flow run's context, with the related resources."""
     resource = {**device_resource(event.devices[0]), **event.labels}
     around.copy().run(emit_event, event.name, resource, payload={**event.payload})
 
@@ -82,22 +82,22 @@ class SharedClient:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._context: SyncClientContext | None = None
-        #: Context that entered a client of this object; `None`: the client is the flow's, or none is open.
+        #: Context in which an own client was entered; `None`: the flow's client is used, or no client is open.
         self._own: Context | None = None
         self._closed = False
 
     def open(self) -> SyncClientContext:
-        """Return the client's context, the flow's or a new one; raise `RuntimeError` if the client was closed."""
+        """Return the context of the flow's client, or of a new one. Raise `RuntimeError` after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the task runner has ended; it takes no more tasks")
             if self._context is None and TaskRunContext.get() is None:
-                # A task's client would be closed at the end of that task: it is entered again below.
+                # A surrounding task's client is not used: it is closed at the end of that task.
                 self._context = SyncClientContext.get()
             if self._context is None:
-                # The count of 1 keeps the engine, which enters this context again, from opening or closing the
-                # client. `SyncClientContext` itself is not entered: that asks the API for its version, and an API that
-                # is away must fail tasks, not their `submit`.
+                # The count of 1: engines enter this context again, and must not open or close the client.
+                # `SyncClientContext` itself is not entered: it asks the API for its version, and an unreachable API
+                # must fail tasks, not their `submit`.
                 self._own, context = copy_context(), SyncClientContext()
                 self._own.run(context.client.__enter__)
                 context._context_stack = 1
@@ -110,7 +110,7 @@ class SharedClient:
         yield self.open().client
 
     def close(self) -> None:
-        """Close the client, unless it is the flow's."""
+        """Close the client, unless it is the flow's client."""
         with self._lock:
             self._closed = True
             own, self._own = self._own, None

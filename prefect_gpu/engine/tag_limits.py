@@ -1,9 +1,9 @@
 """Find out which tags have a concurrency limit, so that Prefect's engine requests slots of limited tags alone.
 
-Before each body, Prefect's engine requests a slot of each tag, and caches for 5 s that a set of tags has no limit. A
-request is a write: a server on SQLite that was busy with a thousand task runs refused it for more than the 62 s for
-which Prefect's client tries again, and the task run crashed (Prefect 3.8.8). Here the limits are read, and the answer
-is put into Prefect's cache. A task with a limited tag requests its slot as usual.
+Before each body, Prefect's engine requests a slot for each tag. If a set of tags has no limit, the engine caches that
+for 5 s. A request is a write: a SQLite server busy with a thousand task runs refused it for more than the 62 s of
+retries of Prefect's client, and the task run crashed (Prefect 3.8.8). This module reads the limits and puts the answer
+into Prefect's cache. A task with a limited tag requests its slot as usual.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from prefect_gpu.clock import Clock, RealClock
 #: Seconds for which an answer of the API is used. A new limit takes effect after these and Prefect's own 5 s.
 KNOWN_S = 10.0
 
-#: Limits in one call; the API returns no more.
+#: Limits read in one call, the API's maximum.
 _PAGE = 200
 
 
 class TagLimits:
-    """The names with a concurrency limit. Safe to use from several threads."""
+    """The tags with a concurrency limit, read from the API and kept for `KNOWN_S`. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class TagLimits:
         self._until_s = 0.0
 
     def note_unlimited(self, tags: Iterable[str]) -> None:
-        """Tell Prefect's cache if none of a task run's tags has a limit. Without an answer of the API, do nothing."""
+        """Note in Prefect's cache if none of a task run's tags has a limit. Do nothing if the API does not answer."""
         names = frozenset(f"tag:{tag}" for tag in tags)
         with self._lock:
             if self._clock.now() >= self._until_s:

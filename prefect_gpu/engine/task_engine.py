@@ -1,4 +1,4 @@
-"""Subclasses of Prefect's engine for the task runs of a task runner, and the call that runs one to its final state.
+"""Subclasses of Prefect's task engine, and functions that run a task run to its final state.
 
 `GPUTaskRunEngine` runs a copy of a GPU task, made by `with_body`. `RunnerTaskRunEngine` runs synchronous tasks without
 a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks`.
@@ -47,7 +47,7 @@ _OF_ENGINE = ("parameters", "task_run", "wait_for", "context")
 
 
 class CancelledByRunner(BaseException):
-    """Ends Prefect's engine for one task run, because its flow has ended, in state `Cancelled` or `Crashed`."""
+    """Raised in a task run that its runner ends, because the flow has ended, in state `Cancelled` or `Crashed`."""
 
     def __init__(
         self, message: str = "the flow ended before this task", crashed: bool = False
@@ -56,11 +56,11 @@ class CancelledByRunner(BaseException):
         self.crashed = crashed
 
     def state(self) -> State[Any]:
-        """Return the final state of the task run."""
+        """Return the final state of the ended task run."""
         return (Crashed if self.crashed else Cancelled)(message=str(self))
 
 
-#: Messages of states by the error that ended the flow's engine, as Prefect has them.
+#: State messages by the exception that ended the flow's engine, as in Prefect.
 _ENDINGS: Mapping[type[BaseException], str] = {
     TerminationSignal: "Execution was aborted by a termination signal.",
     KeyboardInterrupt: "Execution was aborted by an interrupt signal.",
@@ -69,7 +69,7 @@ _ENDINGS: Mapping[type[BaseException], str] = {
 
 
 def ended_by(error: BaseException | None) -> CancelledByRunner:
-    """Return how a flow's tasks end after the flow's engine was ended by `error`; `None`: its function failed."""
+    """Return the exception that ends a flow's task runs after `error` ended its engine; `None`: its function failed."""
     # A worker or `serve` sets the intent before it sends the signal (Prefect 3.8.8).
     intent = getattr(flow_engine, "_termination_intent", lambda: "")
     if isinstance(error, TerminationSignal) and intent() == "cancel":
@@ -93,7 +93,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
-    """Prefect's engine for one task run that ends with its task runner.
+    """Prefect's engine for one synchronous task run that ends when its task runner ends.
 
     `pause` waits for a number of seconds, and raises `CancelledByRunner` once the runner ends. `arguments` are further
     arguments of Prefect's `run_task_sync`.
@@ -107,18 +107,18 @@ class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
         self._pause = pause
 
     def wait_until_ready(self) -> None:
-        """Wait until the next retry or the end of the runner. The runner could not interrupt Prefect's own sleep."""
+        """Wait for the next retry, or until the runner ends. The runner could not interrupt Prefect's own sleep."""
         retry_at = self.state.state_details.scheduled_time
         if retry_at is not None:
             self._pause(retry_at.timestamp() - time.time())
         super().wait_until_ready()
 
     def handle_crash(self, exc: BaseException) -> None:
-        """Set the final state. A task run that the runner ended has not crashed, and no error is logged."""
+        """Set the final state after a crash. If the runner ended the task run, set its state and log no error."""
         if not isinstance(exc, CancelledByRunner):
             super().handle_crash(exc)
             return
-        # As in Prefect's engine, but a state that the body returned would be stored as its result.
+        # The steps of Prefect's method. A state returned by the body instead would be stored as its result.
         self.set_state(exc.state(), force=True)
         self._raised = exc
         self._telemetry.record_exception(exc)
@@ -132,7 +132,7 @@ class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
             super().log_finished_message()
 
 
-#: Errors that a retry cannot cure: the author or the machine must change.
+#: Errors that a retry cannot cure: the author or the machine must change something.
 _HOPELESS = (PolicyError, PlacementError, DeviceError, ResultError)
 
 
@@ -148,7 +148,7 @@ def is_hopeless(error: object) -> bool:
 
 
 class GPUTaskRunEngine(RunnerTaskRunEngine):
-    """Prefect's engine for one GPU task from `with_body`."""
+    """Prefect's engine for one run of a GPU task; the task is a copy from `with_body`."""
 
     def __init__(
         self,
@@ -172,14 +172,14 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
         return not is_hopeless(error) and super().can_retry(exc_or_state)
 
     def handle_exception(self, exc: Exception) -> None:
-        """Retry, or set the final state: `Failed`, or `Crashed` if the task's process died."""
+        """Retry the task run, or set its final state: `Failed`, or `Crashed` if its child process died."""
         if not isinstance(exc, ChildDiedError):
             super().handle_exception(exc)
         elif self.retries >= self.task.retries or not self.handle_retry(exc):
             self.handle_crash(exc)
 
     def set_state(self, state: State[Any], force: bool = False) -> State[Any]:
-        """Set a state. After an out-of-memory its message has the note with advice."""
+        """Set the task run's state. After an out-of-memory, the state's message is the advice that `add_note` added."""
         # Prefect's message has the error's text without its notes.
         data = state.data
         error = data if isinstance(data, Exception) else getattr(data, "result", None)
@@ -194,9 +194,9 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
 def with_body(
     task: Task[..., Any], body: Callable[..., Any], submitted_at: CallingLine | None = None
 ) -> Task[..., Any]:
-    """Return a copy of a task with another synchronous body, for Prefect's engine to run in a thread.
+    """Return a copy of a task with `body` as its synchronous function, for Prefect's engine to run in a thread.
 
-    An error of this package shows the user's line that submitted the task: its traceback has no other line of the user.
+    The traceback of this package's errors has one line of the user's code: `submitted_at`, which submitted the task.
     """
     shadow = copy.copy(task)
 
@@ -208,7 +208,7 @@ def with_body(
             if not speaks_for_itself(error):
                 raise
             told = error
-        # Without the frames of this package, which would appear between the user's frames and Prefect's.
+        # This package's frames would appear between the user's frames and Prefect's.
         try:
             line = submitted_at if isinstance(told, PrefectGPUError) else None
             raise told.with_traceback(None if line is None else line.traceback())
@@ -219,18 +219,15 @@ def with_body(
     shadow.fn = call_body
     shadow.isasync = False
     shadow.isgenerator = False
-    # The timeout counts from the body's first line in the child, which is killed when it is over.
+    # The runner enforces the timeout: it counts from the body's first line, and kills the child process.
     shadow.timeout_seconds = None
     return shadow
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:
-    """Run a task run to its final state, as Prefect's `run_task_sync` does with these arguments.
-
-    A crash of the task run, or a failure of the engine before the body, is raised.
-    """
-    # Prefect's function checks after the body whether the flow run is to be suspended. Here a completed task run keeps
-    # its value, and the flow is suspended at its next call of Prefect.
+    """Run a task run to its final state, as `run_task_sync` does, and return it; raise if it crashed or never began."""
+    # `run_task_sync` checks after the body whether to suspend the flow run. Here a completed task run keeps its value,
+    # and the flow run is suspended at its next call of Prefect.
     with engine.start(
         task_run_id=arguments.get("task_run_id"), dependencies=arguments.get("dependencies")
     ):
@@ -252,15 +249,15 @@ def run_engine(
     arguments: Mapping[str, Any],
     pause: Callable[[float], object],
 ) -> State[Any]:
-    """Run a GPU task to its end, in this thread and its context; return the final state, crashes included."""
+    """Run a GPU task to its end, in this thread and its context; return the final state, also after a crash."""
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
     engine = GPUTaskRunEngine(pause, limits, task, arguments)
     try:
         return run_task(engine, arguments)
     except BaseException as error:  # noqa: BLE001 - the thread's last frame
-        # Prefect's own futures never raise in `wait`, but an exception set on this future would. So an error of the
-        # engine, or the end of the runner, crashes this task run alone.
+        # Prefect's own futures never raise in `wait`; a future with an exception would. So an error of the engine, or
+        # the end of the runner, crashes this task run alone.
         ended = None if engine.task_run is None else engine.task_run.state
         if ended is None or not ended.is_final():
             ended = Crashed(message=f"Execution was interrupted: {error!r}", data=error)
@@ -274,7 +271,7 @@ def run_engine(
 
 
 def failed_state(task_name: str, error: Exception) -> State[Any]:
-    """Log that no engine could be started for a task, and return its state."""
+    """Log that a task's engine could not be started; return the state `Failed` for its task run."""
     with contextlib.suppress(MissingContextError):
         get_run_logger().error("Task %r could not be started: %s", task_name, error)
     return Failed(message=f"Task could not be started: {error}", data=error)

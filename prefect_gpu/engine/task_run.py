@@ -1,7 +1,4 @@
-"""The task run on an engine's thread: its log, its events, and its states while it waits for a device.
-
-The engine is in `task_engine`.
-"""
+"""The task run of an engine's thread: log, events, and states while it waits for a device. Engine: `task_engine`."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import MIB, format_bytes
 
-#: Names of the states of a task run that waits for a device, and from its placement to the body's first line.
+#: Names of a task run's states: while it waits for a device; from its placement to the body's first line.
 AWAITING, STARTING = "AwaitingGPU", "Starting"
 
-#: Bytes of arguments from which Prefect's hash of them is logged: it takes 0.75 s, on two cores (Prefect 3.8.8).
+#: Size of arguments from which Prefect's hash of them is logged: the hash takes 0.75 s on two cores (Prefect 3.8.8).
 LARGE_ARGUMENTS_BYTES = 256 * MIB
 
-#: Names of GPU tasks whose large arguments were logged.
+#: Names of GPU tasks with such a log line.
 _large_arguments: set[str] = set()
 
 
@@ -45,10 +42,9 @@ def hashes_inputs(task: Task[..., Any]) -> bool:
 
 
 class EngineRun:
-    """The task run of this thread's engine, of the user's own `task`. For that thread, unless a method says otherwise.
+    """Log, events and states of this thread's task run, of the user's `task`. Raise `RuntimeError` without a task run.
 
-    Raises:
-        RuntimeError: This thread runs no task.
+    For this thread, unless a method says otherwise.
     """
 
     def __init__(self, task: Task[..., Any]) -> None:
@@ -57,7 +53,7 @@ class EngineRun:
             raise RuntimeError("this thread runs no task")
         self._task = task
         self._context = context
-        #: The engine's own object.
+        #: The engine's own object, not a copy.
         self.task_run: TaskRun = context.task_run
         self._logger = get_run_logger()
         self._around = _around_events(context)
@@ -71,7 +67,7 @@ class EngineRun:
         self.flow_name: str | None = None if flow is None else clean_name(flow.name)
 
     def end(self) -> None:
-        """Forget the run's value and arguments. Later logs and events of the run are still sent."""
+        """Release the task run's value and arguments. Later logs and events of the task run are still sent."""
         self.task_run = _without_value(self.task_run)
         self._context = TaskRunContext.model_construct(task_run=self.task_run)
 
@@ -80,7 +76,7 @@ class EngineRun:
         self._logger.info(text)
 
     def advise_no_cache(self, size_bytes: int) -> None:
-        """Log once per task that Prefect hashes its arguments, if they are large."""
+        """Log once per task that Prefect hashes the task's arguments, if their size is large."""
         name = self._task.name
         if size_bytes < LARGE_ARGUMENTS_BYTES or name in _large_arguments:
             return
@@ -102,7 +98,7 @@ class EngineRun:
         self._logger.warning(text)
 
     def note(self, text: str) -> None:
-        """Add a warning to the task run's log in the API alone: the terminal already shows its text."""
+        """Add a warning to the task run's log in the API alone: the terminal already shows the text."""
         run = self.task_run
         record = {
             "name": self._logger.name,
@@ -134,7 +130,7 @@ class EngineRun:
         )
 
     def show_awaiting(self, reason: Reason) -> None:
-        """Show the task run as waiting for a reason; log the reason if its topic is new."""
+        """Set the task run's state to `AwaitingGPU` with a reason; log the reason if its topic is new."""
         self.awaits = reason
         text = f"Waiting for {sentence(reason)}"
         if reason.topic not in self._told:
@@ -143,7 +139,7 @@ class EngineRun:
         self._show(Pending(name=AWAITING, message=text))
 
     def show_placed(self, text: str) -> None:
-        """Log the placement of the task run, and show it as starting if it was shown as waiting."""
+        """Log the task run's placement, and change a state `AwaitingGPU` to `Starting`."""
         self._told.clear()
         self.awaits = None
         self.say(text)
@@ -151,7 +147,7 @@ class EngineRun:
             self._show(Pending(name=STARTING, message=f"{text}; starting its process"))
 
     def show_running(self) -> None:
-        """Show the task run as running again, if it was shown as waiting or starting."""
+        """Set the task run's state to `Running`, if the state is `AwaitingGPU` or `Starting`."""
         if self.task_run.state_name in (AWAITING, STARTING):
             self._show(Running())
 
@@ -172,23 +168,23 @@ class EngineRun:
         )
 
     def context_for_child(self) -> tuple[dict[str, Any], bool]:
-        """Serialise the task run's context for a child; also return whether the body's prints go to the run's log."""
+        """Return the task run's context, serialised for a child process, and whether the body's prints are logged."""
         context = child_context.context_for_child(self._context, self._task)
         return context, self._context.log_prints
 
     def environment_for_child(self) -> dict[str, str | None]:
-        """Return the environment variables that give a child the address of the parent's server."""
+        """Return environment variables for a child process, with the address of the parent's Prefect server."""
         # The address of an ephemeral server is in no setting.
         return {"PREFECT_API_URL": str(self._context.client.api_url)}
 
     @staticmethod
     def forward_log(log: dict[str, Any]) -> None:
-        """Send a log record from a child to Prefect."""
+        """Send a child process's log record to Prefect's API."""
         emit_api_log(log)
 
     @staticmethod
     def forward_event(event: str) -> None:
-        """Send an event from a child to Prefect."""
+        """Send a child process's event, given as JSON, to Prefect's API."""
         worker = EventsWorker.instance()
         context = copy_context()
         # The child has attached related resources, and this thread may be in another run by now.
@@ -198,7 +194,7 @@ class EngineRun:
 
 
 def _around_events(context: TaskRunContext) -> Context:
-    """Return a context for emitting events, which Prefect keeps until they are sent, without value and arguments."""
+    """Return a context for emitting events, without value and arguments: Prefect keeps it until an event is sent."""
     around = copy_context()
     run = TaskRunContext.model_construct(task_run=_without_value(context.task_run))
     around.run(cast(ContextVar[Any], TaskRunContext.__var__).set, run)

@@ -1,6 +1,6 @@
 """Tracebacks of a GPU task's errors: the user's lines in the flow and in the child, without lines of this package.
 
-The traceback from a child is text. An error without a line of the user's shows the line that submitted the task.
+A child's traceback is text. An error without a line of the user's code shows the line that submitted the task.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NOT_USERS = ("prefect", "prefect_gpu")
 
 
 class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
-    """The traceback of an exception in the child, as text."""
+    """The traceback of an exception in a child process, as text; shown as the cause of that exception."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -27,12 +27,12 @@ class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
 
 
 def attach_traceback(error: BaseException, text: str) -> None:
-    """Attach a child's traceback, as text, as the first cause of an exception, which may have causes of its own."""
+    """Attach a child process's traceback, as text, to an exception: as the cause at the end of its chain of causes."""
     _shown(error)[-1].__cause__ = ChildTraceback(text)
 
 
 def _shown(error: BaseException | None) -> list[BaseException]:
-    """Return an exception and its causes, in the order in which a traceback shows them from below."""
+    """Return an exception, its shown cause or context, the cause or context of that exception, and so on."""
     found: list[BaseException] = []
     while error is not None and not any(error is each for each in found):
         found.append(error)
@@ -42,12 +42,12 @@ def _shown(error: BaseException | None) -> list[BaseException]:
 
 
 def has_traceback(error: BaseException | None) -> bool:
-    """Return whether `attach_traceback` was called with the exception."""
+    """Return whether `attach_traceback` was called with this exception."""
     return any(isinstance(each, ChildTraceback) for each in _shown(error))
 
 
 def speaks_for_itself(error: Exception) -> bool:
-    """Return whether an error needs no frames of this package: it is the package's own, but no `ProtocolError`."""
+    """Return whether an error is clear without this package's frames: the package's own error, or one from a child."""
     if isinstance(error, ProtocolError):
         # A defect of this package: the frames help.
         return False
@@ -56,7 +56,7 @@ def speaks_for_itself(error: Exception) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CallingLine:
-    """A line of the user's code. It holds no frame, which would keep all local variables alive."""
+    """A line of the user's code, without its frame: a frame would keep all local variables alive."""
 
     file: str
     line: int
@@ -66,8 +66,8 @@ class CallingLine:
     module: str
 
     def traceback(self) -> TracebackType:
-        """Return a traceback of this line alone, without its local variables."""
-        # Only running code makes a frame; this code object claims to be that line.
+        """Return a traceback that shows this line alone, without local variables."""
+        # Only running code has a frame: this code object is given the line's file and function.
         code = compile("here.append(frame())", self.file, "exec")
         code = code.replace(co_name=self.function, co_firstlineno=self.first_line)
         here: list[FrameType] = []
@@ -77,7 +77,7 @@ class CallingLine:
 
 
 def calling_line() -> CallingLine | None:
-    """Return the innermost line outside Prefect and this package; `None`: there is none."""
+    """Return the innermost line of this thread's stack outside Prefect and this package; `None`: there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""A task runner between enter and exit: its threads, its tasks' processes, its reports.
+"""A task runner between enter and exit: its threads, the processes of its tasks, its reports.
 
-Prefect's interface of a task runner is in `task_runner`, one submitted task in `submission`. All runners of this
-Python process with the same configuration share devices and standbys.
+`task_runner` has Prefect's interface of a task runner, `submission` one submitted task. All runners of this Python
+process with the same configuration share devices and standbys.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Warnings about tags.
 NOT_PREEMPTIBLE = (
     "gpu:preemptible has no effect on a cluster (address={address!r}): its tasks are neither suspended nor moved for "
     "others. A task of higher priority waits until memory is free, and is placed first."
@@ -89,11 +88,11 @@ SPLIT_TEXT = (
     'tags=["gpu:memory=6GiB"] or tags=gpu(memory="6GiB"), not tags="gpu:memory=6GiB".'
 )
 
-#: Longest wait in seconds at a flow's end for killed children and for the last reports.
+#: Longest wait in seconds at a flow's end, for killed processes and for the last reports.
 CLOSING_S = 30.0
 
-#: Most processes, and task runs without one, in the summary and report of a runner outside a flow run: the latest.
-#: Such a runner may serve background tasks for weeks, at about 1 kB a process.
+#: Latest processes, and latest task runs without a process, that a runner outside a flow run keeps for its report. Such
+#: a runner may serve background tasks for weeks, at about 1 kB a process.
 KEPT_OUTSIDE_FLOWS = 1000
 
 
@@ -108,7 +107,7 @@ class Configuration:
     placement: PlacementStyle
     max_processes: int | None
     max_tasks_per_device: int | None
-    #: `None`: the default of the kind of device.
+    #: `None`: the default for the kind of device.
     headroom_bytes: int | None
     reports: bool = field(compare=False)
     standby: int | str = field(compare=False)
@@ -117,7 +116,7 @@ class Configuration:
     memory_snapshots: Path | None = field(default=None, compare=False)
     #: Address of a Ray cluster; empty: this machine.
     address: str = ""
-    #: GPUs of each node to reserve in Ray's own count; `None`: no reservation, and all are used.
+    #: GPUs of each node to reserve in Ray; `None`: nothing is reserved, and all GPUs are used.
     num_gpus: float | None = None
     live_view: bool = field(default=False, compare=False)
     #: Whether reports include a progress artifact.
@@ -125,7 +124,7 @@ class Configuration:
 
 
 class ActiveRunner:
-    """A runner that was entered, with its configuration."""
+    """A task runner that was entered and has not exited, with its configuration."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -141,14 +140,14 @@ class ActiveRunner:
         self._ending: set[BodyRun] = set()
         #: Whether any body began: output of its process may still arrive.
         self._called = False
-        #: Of task runs that have not ended. Without the lock: each change is one operation of the set.
+        #: Futures of task runs that have not ended. Without the lock: each change is one operation of the set.
         self._futures: set[concurrent.futures.Future[Any]] = set()
         #: Set once the runner ends its tasks instead of waiting for them.
         self._closing = threading.Event()
-        #: Exception that then ends them.
+        #: Exception that ends task runs once `_closing` is set.
         self._ended_by = CancelledByRunner()
         self._publisher: Publisher | None = None
-        #: Checked tags; for a task whose tags are the characters of one text, the set of them. Texts of warnings.
+        #: Tags and texts that `_warn_once` has handled; a set: the characters of a text that was given as tags.
         self._warned_of: set[str | frozenset[str]] = set()
         self._reports: list[TaskReport] = []
         #: Number of submitted GPU task runs, and of ended ones by the name of their state.
@@ -156,7 +155,7 @@ class ActiveRunner:
         self._states: Counter[str] = Counter()
         #: Whether the flow's summary was logged: all task runs have ended.
         self._summarised = False
-        #: Failed task runs, which may have had no process.
+        #: Task runs whose call of the body failed, with or without a process.
         self._unstarted: dict[UUID, UnstartedRun] = {}
         self._book: BudgetBook | None = None
         self._plans = PlanMaker(configuration.memory_snapshots)
@@ -170,7 +169,7 @@ class ActiveRunner:
         self._cluster: FlowCluster | None = None
         #: Why the connection to the cluster failed; `None`: not tried, or connected.
         self._no_cluster: DeviceError | None = None
-        #: By the `id` of a function, which the plan keeps alive so that the `id` stays unique.
+        #: Plan and standby kind by the `id` of a function. The plan keeps the function alive: its `id` stays unique.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
     def submit(
@@ -180,7 +179,7 @@ class ActiveRunner:
         wait_for: Iterable[PrefectFuture[Any]] | None,
         dependencies: dict[str, set[Any]] | None,
     ) -> PrefectConcurrentFuture[Any]:
-        """See `GPUTaskRunner.submit`."""
+        """Start a task run and return its future. See `GPUTaskRunner.submit`."""
         self.flow = self.flow or FlowRunContext.get()
         plan = self._plan(task, flow_run.context_tags())
         if plan is None:
@@ -200,7 +199,7 @@ class ActiveRunner:
     def submit_background(
         self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
     ) -> concurrent.futures.Future[State[Any]] | None:
-        """See `GPUTaskRunner.submit_background`."""
+        """Start an existing task run; return the future of its final state. See `GPUTaskRunner.submit_background`."""
         plan = self._plan(task, around)
         return None if plan is None else self._start(task, plan, arguments, None)
 
@@ -236,7 +235,7 @@ class ActiveRunner:
         return future
 
     def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
-        """Return the plan of a GPU task with tags `around` it, or the error in it; `None`: it is no GPU task."""
+        """Return the plan of a task with tags `around` its call, or an error in the tags; `None`: it is no GPU task."""
         self._warn_of_near_misses(task, around)
         try:
             policy = parse_tags(task.tags, around)
@@ -258,13 +257,13 @@ class ActiveRunner:
         return plan
 
     def _warn_once(self, of: str | frozenset[str], text: str | None) -> None:
-        """Log a warning of a tag, or of several, on the flow run if there is one; `None`: nothing is wrong."""
+        """Log a warning (`None`: nothing is wrong) once for `of`: a tag, several tags, or the warning itself."""
         if of not in self._warned_of and text is not None:
             flow_run.log_on_flow(self.flow, text, logging.WARNING)
         self._warned_of.add(of)
 
     def _warn_of_near_misses(self, task: Task[..., Any], around: set[str]) -> None:
-        """Warn once of each tag that only looks like a GPU tag."""
+        """Warn once of each tag that looks like a GPU tag but is none."""
         own = frozenset(task.tags)
         if is_split_text(own):
             tags = ", ".join(sorted(own))
@@ -314,15 +313,11 @@ class ActiveRunner:
 
     @property
     def ending(self) -> CancelledByRunner:
-        """A new exception for one task run that the runner ends without waiting."""
+        """A new exception for one task run that the ending runner ends without waiting."""
         return CancelledByRunner(str(self._ended_by), self._ended_by.crashed)
 
     def begin(self, body: BodyRun) -> None:
-        """Register a body that is about to run, so that it ends with this runner.
-
-        Raises:
-            CancelledByRunner: The runner is ending already.
-        """
+        """Register a call of a body, to end it with this runner; raise `CancelledByRunner` if the runner is ending."""
         with self._lock:
             if self._closing.is_set():
                 raise CancelledByRunner
@@ -330,16 +325,12 @@ class ActiveRunner:
             self._called = True
 
     def pause(self, seconds: float) -> None:
-        """Sleep between two tries of a task run that has no process now; the end of the runner interrupts it.
-
-        Raises:
-            CancelledByRunner: The runner is ending.
-        """
+        """Wait between two tries of a task run; raise `CancelledByRunner` as soon as the runner is ending."""
         if self._closing.wait(max(0.0, seconds)):
             raise self.ending
 
     def end(self, body: BodyRun) -> None:
-        """Forget a body, which holds its task run's data, once its processes and reports are done."""
+        """Note that a call of a body has ended; release its data once its processes have ended and are reported."""
         with self._lock:
             self._bodies.discard(body)
             self._ending.add(body)
@@ -347,11 +338,11 @@ class ActiveRunner:
 
     def _let_go(self) -> None:
         with self._lock:
-            # Few bodies: their processes have ended, or are about to.
+            # Cheap: a body stays in the set only until its processes have ended.
             self._ending = {body for body in self._ending if not body.finished}
 
     def announce(self, plan: TaskPlan) -> AnnouncedTask | None:
-        """Request a process that starts ahead of a task; `None`: there will be none. Never raises."""
+        """Request that a standby or fork is prepared for a task; `None`: none will be. Never raises."""
         standby = self._configuration.standby
         forks = self._configuration.start_method == "forkserver"
         if standby == 0 and not forks:
@@ -361,7 +352,7 @@ class ActiveRunner:
             request = Request(
                 "", plan.task_name, plan.sequence, 0.0, policy.memory, policy.count, policy.devices
             )
-            # A task that can never be placed gets no process.
+            # Raises for a task that can never be placed.
             broker.check(replace(request, exclusive=policy.exclusive, nodes=policy.nodes))
             kind = self._kind(plan, broker)
             if broker.reader.remote:
@@ -391,7 +382,7 @@ class ActiveRunner:
                 return replace(kind, cpus=policy.cpus)
         kind = kind_of(
             plan.function,
-            # The modules of its code are imported whole, used or not.
+            # A standby imports the modules of the function's code whole: all their frameworks count.
             replace(policy, detected=plan.frameworks),
             size_bytes=plan.host_bytes,
             with_prefect=plan.with_prefect,
@@ -400,7 +391,7 @@ class ActiveRunner:
         return kind
 
     def book(self) -> BudgetBook:
-        """Return the runner's budget book, with histories in the flow's API."""
+        """Return the runner's budget book, with histories in Prefect's API if the runner publishes reports."""
         with self._lock:
             if self._book is None:
                 publisher = self._publisher
@@ -410,11 +401,7 @@ class ActiveRunner:
             return self._book
 
     def broker(self) -> Broker:
-        """Return the broker of the runner's devices.
-
-        Raises:
-            DeviceError: The devices cannot be opened.
-        """
+        """Return the broker of the runner's devices; raise `DeviceError` if the devices cannot be opened."""
         given = self._configuration
         if given.address:
             broker = self._open_cluster().broker
@@ -437,7 +424,7 @@ class ActiveRunner:
         return self._open_cluster().launcher if self._configuration.address else None
 
     def _open_cluster(self) -> FlowCluster:
-        """Connect to the cluster once; raise `DeviceError` if there is none at the address or it has no devices."""
+        """Return the cluster, connected once; raise `DeviceError` if the address has no cluster with devices."""
         with self._cluster_lock:
             if self._no_cluster is not None:
                 # Behind a firewall each try takes ten seconds.
@@ -451,7 +438,7 @@ class ActiveRunner:
             return self._cluster
 
     def report(self, report: TaskReport) -> None:
-        """Publish the report of a process, without delaying the caller."""
+        """Keep and publish the report of a process, without delaying the caller."""
         self._let_go()
         if _ended_with_flow(report, self._ended_by):
             report = replace(report, error=str(self._ended_by))
@@ -475,7 +462,7 @@ class ActiveRunner:
         return max(found, key=lambda report: report.attempt, default=None)
 
     def note_unstarted(self, run: UnstartedRun) -> None:
-        """Keep a task run whose body call failed, for the flow's report if it gets no process."""
+        """Keep a task run whose call of the body failed: the flow's report lists the task run if no process ran."""
         if self._configuration.reports:
             with self._lock:
                 self._unstarted[run.task_run_id] = run
@@ -483,7 +470,7 @@ class ActiveRunner:
                     del self._unstarted[next(iter(self._unstarted))]
 
     def _open_publisher(self) -> None:
-        """Create the publisher in the flow's own context, whose settings it keeps."""
+        """Create the publisher, which keeps the settings of the calling context, the flow's."""
         with self._lock:
             if self._configuration.reports and self._publisher is None:
                 self._publisher = Publisher(self._client.lend)
@@ -511,17 +498,15 @@ class ActiveRunner:
             fork_server_pool().close(self)
 
     def close(self, failed: bool, error: BaseException | None = None) -> None:
-        """See `GPUTaskRunner.__exit__`.
+        """End the runner: wait for its tasks, or end them if `failed`, then publish the flow's report.
 
-        Args:
-            failed: Whether to end running tasks instead of waiting for them.
-            error: Exception that ended the flow's engine; `None`: none.
+        `error` is the exception that ended the flow's engine; `None`: none.
         """
         self._ended_by = task_engine.ended_by(error)
         try:
             self._close(failed)
         except BaseException as signal:
-            # Ctrl-C, or a signal that Prefect turned into an exception. Both may come again at any line.
+            # Ctrl-C, or a signal that Prefect turned into an exception. Either may come again at any line.
             try:
                 if not failed:
                     self._ended_by = task_engine.ended_by(signal)
@@ -546,7 +531,7 @@ class ActiveRunner:
         """End all processes and standbys. Idempotent."""
         self.cancel()
         self._end_what_waits()
-        # Engines wait for an importing fork server; the ends of forks do not matter any more.
+        # Engines wait for a fork server that imports; how its forks end is no longer of interest.
         self._close_fork_server()
         self._threads.cancel_all()
 
@@ -557,8 +542,8 @@ class ActiveRunner:
             # All task runs must reach their final state.
             concurrent.futures.wait(self._futures.copy(), CLOSING_S)
         else:
-            # Awaited tasks may submit others. Tasks in threads count, too: Prefect's thread runner cancels tasks that
-            # still wait for their inputs.
+            # Awaited tasks may submit others. Tasks in threads are awaited, too: Prefect's thread runner cancels tasks
+            # that still wait for their inputs.
             with BODY_WAITS.counted():
                 while unfinished := self._futures.copy():
                     concurrent.futures.wait(unfinished)
@@ -570,7 +555,7 @@ class ActiveRunner:
             body.wait_finished(CLOSING_S)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
-        # A signal may come at any line, and this method then runs again: work is marked as done only afterwards.
+        # After a signal at any line this method runs again: each step is marked as done only afterwards.
         self._leave_view()
         if self._states and not self._summarised:
             flow_run.log_on_flow(self.flow, flow_summary(self._states, self._reports))
@@ -592,7 +577,7 @@ class ActiveRunner:
 
 
 def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:
-    """Return a task run's facts, with its state's outcome and reason if it ended with its flow."""
+    """Return a task run's report; if its flow ended the task run, with the outcome and reason of the final state."""
     if not _ended_with_flow(found, by):
         return found
     return replace(found, outcome="died" if by.crashed else "cancelled", error=str(by))
@@ -658,7 +643,7 @@ def _shared_folder() -> SharedFolder | None:
 
 
 def _folder_around(devices: SimulatedDevices) -> Path | None:
-    """Return the folder in which the surrounding GPU task shares unnamed simulated devices; `None`: none."""
+    """Return the folder for sharing unnamed simulated devices with the surrounding GPU task; `None`: none."""
     channel, allocation = current_channel(), current_allocation()
     if channel is None or allocation is None or not allocation.device_uuids[0].startswith("SIM-"):
         return None

@@ -1,8 +1,8 @@
 """One process of one task run, from its request for a device to its report.
 
-`Attempt.place` waits for a device. `Attempt.run` starts the child, reads the inbox of its engine's thread, and carries
-out the actions of `process_run`. The report is made when that thread is done and the device shows the memory as free,
-whichever is later. Devices are chosen in `scheduling`, the next step in `next_step`.
+`Attempt.place` waits for a device. `Attempt.run` starts the child process, reads the messages to the engine's thread,
+and carries out the actions of `process_run`. The report is made once the engine's thread is done and the device shows
+the memory as free. `scheduling` chooses devices, `next_step` the next step.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ COUNTERS_INTERVAL_S = 0.1
 
 
 class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
-    """While a probe waited for a device, another run has shown its task's need: the task run asks again."""
+    """Raised while a probe waits for a device: another run has shown the task's need, to be used in a new request."""
 
 
 class Attempt:
-    """One process of one task run, with its number there, from 1. For the engine's thread, unless a method says otherwise."""
+    """Process number `number` (from 1) of one task run. For the engine's thread, unless a method says otherwise."""
 
     def __init__(
         self, call: TaskCall, grant: Grant, number: int, broker: Broker, launcher: Launcher
@@ -76,18 +76,16 @@ class Attempt:
         self._number = number
         self._broker = broker
         self._launcher = launcher
-        #: Messages about the process to the engine's thread, in order.
         self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
-        #: Its frameworks' use of the budget; chosen at the placement.
+        #: How the frameworks use the budget; chosen at the placement.
         self._allocation: AllocationMode = "growth"
         self._cancelled = threading.Event()
-        #: Another run has shown its need: it no longer waits as a probe.
+        #: Whether another run has shown the task's need: the process no longer waits as a probe.
         self._need_learned = False
-        #: Whether it was placed as a probe that shares its devices. When it resumes after a suspension, its cap is its
-        #: budget.
+        #: Whether the process was placed as a probe that shares its devices. After a suspension its cap is its budget.
         self.shares = False
-        # Once it was placed.
+        # Set by the placement.
         self._record: ProcessRecord | None = None
         self._listener: ProcessListener | None = None
         #: Set by the engine's thread alone, and not after `close`.
@@ -96,10 +94,10 @@ class Attempt:
         self._lock = threading.Lock()
         #: Receives the report; `None`: the engine's thread is not done, or the report was passed on.
         self._take_report: Callable[[TaskReport | None], None] | None = None
-        #: Whether nothing of the process is left.
+        #: Whether the process has ended and its device memory was recovered.
         self._gone = False
         self._leaked_bytes: int | None = None
-        #: Set when nothing of the process is left and its report was passed on.
+        #: Set once `_gone` is true and the report was passed on.
         self.finished = threading.Event()
 
     def cancel(self) -> None:
@@ -114,7 +112,7 @@ class Attempt:
             self._listener.kill_lingering()
 
     def learn_need(self, device_name: str, budget_bytes: int) -> None:
-        """Note the budget that a later process of the probe's task would get on a device model. From any thread."""
+        """Use a need shown by another run: withdraw the request, or count the placed probe at it. From any thread."""
         if (ticket := self._ticket) is not None:
             self._need_learned = True
             if not self._broker.withdraw(ticket):
@@ -122,7 +120,7 @@ class Attempt:
 
     @property
     def whole_device(self) -> bool:
-        """Whether it was given all free memory of its devices."""
+        """Whether the process was given all free memory of its devices."""
         ticket = self._ticket
         if self.shares or ticket is None:
             return False
@@ -130,18 +128,18 @@ class Attempt:
 
     @property
     def has_devices(self) -> bool:
-        """Whether it has its devices now and is not suspended. From any thread."""
+        """Whether the process has its devices now and is not suspended. From any thread."""
         ticket = self._ticket
         has_them = self._record is not None and ticket is not None and ticket.ended_s is None
         return has_them and self._away_s is None
 
     @property
     def _away_s(self) -> float | None:
-        """Seconds since its process was suspended; `None`: not suspended."""
+        """Seconds since the process was suspended; `None`: not suspended."""
         return None if self._listener is None else self._listener.away_s
 
     def running(self) -> RunningTask | None:
-        """Return its row in the live view while it has devices; `None`: it has none. From any thread."""
+        """Return the process's row in the live view; `None`: it has no devices now. From any thread."""
         ticket, record = self._ticket, self._record
         if record is None or ticket is None or not self.has_devices:
             return None
@@ -158,7 +156,7 @@ class Attempt:
         )
 
     def why_it_waits(self) -> tuple[float, Reason | None]:
-        """Return the seconds since its request or suspension, and the reason for the wait. From any thread."""
+        """Return the seconds since the request or suspension, and the reason for the wait. From any thread."""
         ticket, away_s = self._ticket, self._away_s
         if away_s is not None:
             return away_s, self._run.awaits
@@ -167,7 +165,7 @@ class Attempt:
         return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)
 
     def evidence(self) -> Evidence | None:
-        """Return the facts about its out-of-memory; `None`: there was none, or nothing is known."""
+        """Return the facts about the process's out-of-memory; `None`: there was none, or nothing is known."""
         ticket, record = self._ticket, self._record
         if record is None or record.out_of_memory is None or ticket is None:
             return None
@@ -188,13 +186,13 @@ class Attempt:
             shared_probe=self.shares,
         )
 
-    # Before there is a process.
+    # Before the process is started.
 
     def place(self) -> Placement:
-        """Wait for its devices.
+        """Wait for the process's devices, and return their placement.
 
         Raises:
-            PlacementError: No device can hold it, or none was free in time.
+            PlacementError: No device is large enough, or none was free in time.
             CancelledByRunner: `cancel` was called.
             NeedLearned: `learn_need` was called before the placement.
         """
@@ -250,7 +248,7 @@ class Attempt:
             placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
         )
         self._run.emit(placed_event(placement, self._source, self._number, queued_s))
-        # With a device to itself and no stated memory there is no budget to keep to.
+        # A process alone on its device, without stated memory, has no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(
             placement,
@@ -271,13 +269,13 @@ class Attempt:
         )
         if self.shares:
             ticket.on_short = self._end_for_others
-            # On a cluster the node would have to agree, and it does not know first runs.
+            # On a cluster the node would have to agree, and a node does not know first runs.
             local = not self._broker.reader.remote
             ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
         return placement
 
     def _can_be_suspended(self) -> bool:
-        """Return whether `gpu:preemptible` has an effect on these devices; if not, warn once."""
+        """Return whether `gpu:preemptible` has an effect on the runner's kind of devices; if not, warn once."""
         kind = self._broker.kind
         warned = PROCESS_RESOURCES.get("kinds that are not suspended", set[str])
         if kind not in MOVED_KINDS and kind not in warned:
@@ -291,7 +289,7 @@ class Attempt:
 
     @property
     def _source(self) -> BudgetSource:
-        """Source of its budget. A task with a known need on one device model may probe on another."""
+        """Source of the budget. A task whose need is known on one device model may probe on another."""
         return "probe" if self.shares else self._grant.source
 
     def _prepare(
@@ -325,7 +323,7 @@ class Attempt:
             context = context or max((contexts.get(name, 0) for name in frameworks), default=0)
         caps = memory.cap_bytes or _caps(frameworks, policy)
         cap = min(caps) if caps else None
-        # On the host nothing enforces a probe's cap, but its report shows one.
+        # Nothing enforces a probe's cap on the host, but its report shows one.
         noted = min(placement.budget_bytes) if cap is None and self.shares else cap
         record.set_caps(noted, context, contexts)
         allocation = Allocation(
@@ -363,14 +361,10 @@ class Attempt:
             request=ticket.request,
         )
 
-    # While there is one.
+    # While the process runs.
 
     def run(self) -> process_run.Done | Ended:
-        """Run the body in a process on the devices from `place`, and return the end of the process.
-
-        Raises:
-            BaseException: Any error of the preparation or of Prefect's engine.
-        """
+        """Run the body in a process on the devices from `place`; return its end. Raise errors of the preparation."""
         ticket, record, listener = self._ticket, self._record, self._listener
         assert ticket is not None and record is not None and listener is not None, "it was placed"
         assert ticket.placement is not None
@@ -401,7 +395,7 @@ class Attempt:
         return Ended(outcome, error, in_one_line(error))
 
     def _follow(self, listener: ProcessListener) -> process_run.Outcome:
-        """Read the inbox until the outcome is known."""
+        """Handle messages of the inbox until the outcome of the process is known; return the outcome."""
         run = process_run.ProcessRun(self._plan.timeout_s, self._policy.enforce == "kill")
         opened: process_run.Opened | process_run.Failed | None = None
         deadline_s: float | None = None
@@ -453,10 +447,10 @@ class Attempt:
             return process_run.Failed(problem)
         return process_run.Opened(value)
 
-    # After it.
+    # After the end of the process.
 
     def _take_recovery(self, leaked_bytes: int | None) -> None:
-        """Note on the broker's thread that nothing of the process is left."""
+        """Note that nothing of the process is left, except leaked bytes (`None`: not known). On the broker's thread."""
         with self._lock:
             self._gone, self._leaked_bytes = True, leaked_bytes
         self._hand_on()
@@ -466,8 +460,8 @@ class Attempt:
     ) -> None:
         """Note that the engine's thread is done with the process.
 
-        `take_report` is called with the report, or `None` if there was no process: now, or on the broker's thread once
-        nothing of the process is left. `shortage` has its out-of-memory and the next budget; `None`: no out-of-memory.
+        `take_report` is called with the report (`None`: there was no process), now or on the broker's thread once
+        nothing of the process is left. `shortage` is its out-of-memory and the next budget; `None`: no out-of-memory.
         """
         if shortage is not None:
             self._verdict = replace(
@@ -484,7 +478,7 @@ class Attempt:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Pass on the report, once: at the later of `close` and `_take_recovery`."""
+        """Pass on the report, once: at the later one of `close` and `_take_recovery`."""
         with self._lock:
             if self._take_report is None or not self._gone:
                 return

@@ -1,8 +1,9 @@
 """Choose the budget of a task: from its tag, from its history, or as a probe.
 
-A probe is a first run of a task without a history. In a process at most one probe of each history waits for a device.
-Other tasks of that history wait until the probe is placed, or until it has ended if it has its devices to itself. The
-formula is in `scheduling.history`, kept runs are in `reports.history`, budgets after an out-of-memory in `submission`.
+A history holds the runs of one task on one device model; a probe is a first run, while the history is empty. In a
+Python process at most one probe of each history waits for a device. Other task runs of that history wait until the
+probe is placed, or until it has ended if it has its devices to itself. The formula is in `scheduling.history`, kept
+runs are in `reports.history`, budgets after an out-of-memory in `submission`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from prefect_gpu.units import format_seconds
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which the task run is shown as waiting for a probe.
+#: Seconds of waiting after which a task run is shown as waiting for a probe.
 TELL_S = 1.0
 
 #: More bytes than any device has: a request for them is never placed.
@@ -38,11 +39,10 @@ NEVER_BYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The budget of a task's process, and its origin."""
+    """The budget of a process, and the source of the budget."""
 
     #: Memory to request on each device.
     memory: Memory
-    #: Source of `memory`.
     source: BudgetSource
     #: Measured context of the task's own runs, in bytes by device name.
     contexts: Mapping[str, int] = field(default_factory=dict)
@@ -52,11 +52,11 @@ class Grant:
     waited_s: float = 0.0
     #: Expected seconds on its devices; `None`: no run has completed.
     expected_s: float | None = None
-    #: `memory` was decided after an out-of-memory, not by `source`.
+    #: Whether `memory` was decided after an out-of-memory, not by `source`.
     after_oom: bool = False
     #: Bytes that were enough for past runs, first steps included, by device name.
     whole_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: Largest possible budget of its task on each device, on the largest devices; `None`: not known.
+    #: Largest possible budget on each device, if the process is placed on the largest; `None`: not known.
     capacity_bytes: int | None = None
     #: Number of completed runs that the budget was learned from, by device name.
     learned_runs: Mapping[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Grant:
 
 
 class ProbeGate:
-    """Histories with a probe: at most one probe each, for all runners of this process."""
+    """The histories with a probe, at most one each, for all runners of this process. Safe to use in several threads."""
 
     def __init__(self) -> None:
         self._reset()
@@ -77,7 +77,7 @@ class ProbeGate:
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._claimed: set[HistoryKey] = set()
-        #: Number of probes by history that have ended, but whose runs are not kept yet.
+        #: By history: number of ended probes whose runs are not kept yet.
         self._ending = Counter[HistoryKey]()
 
     def claim(self, keys: Iterable[HistoryKey]) -> frozenset[HistoryKey]:
@@ -88,18 +88,18 @@ class ProbeGate:
             return free
 
     def release(self, keys: Iterable[HistoryKey] = ()) -> None:
-        """End claims, and wake all tasks that wait for a probe."""
+        """End claims of histories, and wake all task runs that wait for a probe."""
         with self._changed:
             self._claimed.difference_update(keys)
             self._changed.notify_all()
 
     def begin_end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that a probe of these histories has ended: no other starts before its run is kept."""
+        """Note that a probe of these histories has ended. No other probe may start before `end` is called."""
         with self._changed:
             self._ending.update(keys)
 
     def end(self, keys: Iterable[HistoryKey]) -> None:
-        """Note that the run of an ended probe was kept, or that there was none; wake all waiting tasks."""
+        """Note that an ended probe's run was kept, or that it had none. Wake all waiting task runs."""
         with self._changed:
             self._ending.subtract(keys)
             self._changed.notify_all()
@@ -115,14 +115,14 @@ class ProbeGate:
     def wait(
         self, keys: Iterable[HistoryKey], timeout_s: float | None, cancelled: Callable[[], bool]
     ) -> None:
-        """If all of these histories are claimed, wait until a claim ends, or `timeout_s` seconds."""
+        """If all these histories have a probe, wait for a change, at most `timeout_s` seconds; `None`: no limit."""
         with self._changed:
-            # Checked under the lock: a claim that ended, or a cancellation, before it has woken nobody.
+            # Checked under the lock: nobody wakes this thread for a change before the wait.
             if not cancelled() and self._hold(keys):
                 self._changed.wait(timeout_s)
 
 
-#: Shared in this Python process: the next flow learns from past runs at once, in whichever store they are kept.
+#: Shared by all flows of this Python process: the next flow learns from past runs at once, in whichever store.
 PROCESS_GATE = ProbeGate()
 PROCESS_RUNS = MemoryHistory()
 
@@ -130,7 +130,7 @@ PROCESS_RUNS = MemoryHistory()
 class BudgetBook:
     """Chooses the budgets of one runner's tasks, and keeps their processes' needs. Safe to use from several threads.
 
-    `store` keeps runs beyond this process, `recent` those of this process; `gate` has the histories with a probe.
+    `store` keeps runs beyond this Python process, `recent` runs of this process. `gate` has the histories with a probe.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class BudgetBook:
         self._store = store
         self.gate = gate
         self._recent = recent
-        #: Last read runs of the store by history. Any thread may replace a value as a whole.
+        #: Runs of the store by history, as last read. Any thread may replace a value as a whole.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
         #: By history: callbacks of its probes that share a device.
         self._probes: dict[HistoryKey, list[Callable[[str, int], None]]] = {}
@@ -154,10 +154,8 @@ class BudgetBook:
     ) -> Grant | None:
         """Return the grant of a task's process; wait for a probe if the need is not known. `None`: it was cancelled.
 
-        Args:
-            call: The call of the body. While it waits, its task run is shown as waiting.
-            capacities: Largest possible reservation on each device that the task may use, in bytes.
-            cancelled: Called after every change; see `ProbeGate.release`.
+        `capacities` are the largest possible reservations, in bytes, on the devices that the task may use. `cancelled`
+        is called after every change; see `ProbeGate.release`.
 
         Raises:
             PlacementTimeoutError: The awaited probe took longer than `gpu:wait`.
@@ -205,7 +203,7 @@ class BudgetBook:
         return None
 
     def take(self, identity: HistoryKey, report: TaskReport) -> None:
-        """Keep the run of a process. Returns at once."""
+        """Add a process's run to its history, and report a learned need to probes of it. Does not wait for the API."""
         if not report.devices:
             return
         key, run = identity.on(report.devices[0].name), past_run(report)
@@ -222,7 +220,7 @@ class BudgetBook:
             learns(key.device_name, lesson.need_bytes)
 
     def begin_probe(self, keys: Iterable[HistoryKey], learns: Callable[[str, int], None]) -> None:
-        """Report budgets learned from now on (device model, bytes) to `learns` on any thread. It must not raise."""
+        """Call `learns`, which must not raise, on any thread with each budget learned later (device model, bytes)."""
         with self._lock:
             for key in keys:
                 self._probes.setdefault(key, []).append(learns)
@@ -236,7 +234,7 @@ class BudgetBook:
                     self._probes[key] = left
 
     def keep(self, grant: Grant, device_name: str) -> Grant:
-        """Return the grant of a placed process, with claims for its device model only."""
+        """Release a placed process's claims for other device models; return its grant without them."""
         others = frozenset(key for key in grant.claims if key.device_name != device_name)
         if not others:
             return grant
@@ -244,7 +242,7 @@ class BudgetBook:
         return replace(grant, claims=grant.claims - others)
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
-        """Return the runs of a history, from the store and of this process, without duplicates, newest first."""
+        """Return the runs of a history, from the store and of this process, newest first, without duplicates."""
         try:
             kept = self._kept[key] = self._store.runs(key)
         except OSError as error:
@@ -265,7 +263,7 @@ def _from_lessons(
     capacity_bytes: Mapping[str, int],
     avoid: bool,
 ) -> Grant:
-    """Return a grant by device model; `avoid`: not on a model where another task probes."""
+    """Return a grant with budgets by device model; `avoid`: not on a model where another task run probes."""
     known = {name: lesson for name, lesson in lessons.items() if lesson is not None}
     # A budget above the capacity means a device to itself.
     budgets = {n: k.need_bytes for n, k in known.items() if k.need_bytes < capacity_bytes[n]}
@@ -301,10 +299,10 @@ def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
 
 
 def _placeable(runs: Sequence[PastRun]) -> LearnedBudget | None:
-    """Return the lesson of a history; a need above every completed probe's budget becomes a device to itself."""
+    """Return a history's learned budget; a need above each completed probe's budget becomes `NEVER_BYTES`."""
     lesson = history.learn(runs)
     probes = [r.budget_bytes for r in runs if r.outcome == "completed" and r.cap_bytes is None]
     if lesson is not None and probes and lesson.need_bytes > max(probes) > 0:
-        # Other programs may use the device permanently: a device to itself was enough.
+        # A device to itself was enough, although other programs may always use a part of it.
         return replace(lesson, need_bytes=NEVER_BYTES)
     return lesson

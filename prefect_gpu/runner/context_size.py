@@ -1,8 +1,8 @@
-"""The size of a framework's context on a device: known, or measured in a calibration child.
+"""The size of a framework's context, its device memory outside its allocator: known, or measured in a calibration.
 
-A framework's cap is its budget less its context, so the context must be known before the first capped task. The
-calibration runs on that task's device, within its reservation, once for each framework, version, GPU model and driver.
-`frameworks.context` keeps the sizes.
+A framework's cap is its budget less its context, so the context must be known before the first capped task. A
+calibration is a child process on that task's device, within its reservation, run once for each framework, version, GPU
+model and driver. `frameworks.context` keeps the sizes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefect_gpu.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for a calibration. Importing TensorFlow takes up to 11 s, its first convolution some more (measured); twenty
+#: Seconds for a calibration. TensorFlow's import takes up to 11 s, its first convolution some more (measured); twenty
 #: times that is a hang.
 CALIBRATION_S = 240.0
 
@@ -42,7 +42,7 @@ READING_S = 5.0
 
 
 class ContextMeter:
-    """Looks up contexts, or measures them in calibration children of a launcher. Safe to use from several threads."""
+    """Looks up context sizes, or measures them in child processes of a launcher. Safe to use from several threads."""
 
     def __init__(self, store: known_contexts.ContextStore, launcher: launch_spec.Launcher) -> None:
         self._store = store
@@ -58,11 +58,11 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> dict[str, int]:
-        """Return the context of each framework on the first device of a ticket in bytes, which a task's caps leave free.
+        """Return each framework's context in bytes on the first device of a ticket, for a task's caps to leave free.
 
-        If the task's `frameworks` are not known (empty), and for other ones, it is the known or a documented size.
-        `learned_bytes` is the context of the task's own processes there; `None`: not measured. `policy` is that of the
-        task, without contexts.
+        Only the task's own `frameworks` are measured (empty: not known); others have the known or a documented size.
+        `learned_bytes` is the context in earlier processes of the task; `None`: not measured. `policy` is the task's,
+        without contexts.
         """
         assert ticket.placement is not None
         device = ticket.placement.devices[0]
@@ -91,7 +91,7 @@ class ContextMeter:
         return contexts
 
     def known(self, device: Device) -> dict[str, int]:
-        """Return the known context of every framework, or else a documented size."""
+        """Return each framework's context in bytes on a device: the known size, or else a documented one."""
         contexts: dict[str, int] = {}
         for name in registry.ADAPTERS:
             measured = self._store.get(known_contexts.context_key(name, device))
@@ -108,7 +108,7 @@ class ContextMeter:
         broker: Broker,
         ticket: Ticket,
     ) -> int:
-        """Return an unknown context: from a calibration, or else a documented size."""
+        """Return a framework's context in bytes from a calibration, or else a documented size."""
         key = known_contexts.context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -132,7 +132,7 @@ class ContextMeter:
     def _calibrate(
         self, framework: str, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
     ) -> int:
-        """Return a framework's context: run a calibration child and read the device meanwhile."""
+        """Return a framework's context: the memory of a child process on the device, less that of its allocator."""
         alone = replace(
             policy,
             device_uuids=policy.device_uuids[:1],
@@ -178,7 +178,7 @@ class ContextMeter:
 
     @staticmethod
     def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
-        """Return the bytes of the first reading that shows the process; there may be none (WSL, containers)."""
+        """Return the bytes in the first reading of the process; `TimeoutError` without one (WSL, containers)."""
         asked = time.monotonic()
         broker.refresh()
         try:
@@ -216,7 +216,7 @@ class ContextMeter:
 
 
 def context_meter(launcher: launch_spec.Launcher | None = None) -> ContextMeter:
-    """Return this process's meter, or a new one for the launcher of a cluster; `None`: this machine."""
+    """Return the meter of this process, or a new one for a cluster's launcher; `None`: this machine."""
     if launcher is None:
         return PROCESS_RESOURCES.get(
             ContextMeter, lambda: ContextMeter(known_contexts.ContextStore(), process_launcher())

@@ -1,12 +1,12 @@
-"""The threads of Prefect's engine, and the order in which their task runs ask for devices.
+"""The threads of Prefect's engine, and the order in which their task runs request devices.
 
 Each GPU task has a thread, which ends with the task. A `ThreadPoolExecutor` would keep two thousand threads for a flow
 that maps two thousand tasks. The number of threads has no bound: waiting tasks could use up all threads, and none could
 run. The broker limits the processes. `RunnerThreads` runs tasks without a `gpu` tag.
 
-Engine threads reach their bodies in any order. A task run takes its `SubmitTicket` at `submit`; before it requests a budget or
-a device, it waits for task runs in front that are about to make a request, tens of milliseconds later. A task run that
-waits for its inputs or for another's first run delays no other. The order of requests is in `scheduling`.
+Engine threads reach their bodies in any order. A task run gets its `SubmitTicket` at `submit`. Before it requests a
+budget or a device, it waits for earlier task runs that will make a request within tens of milliseconds. A task run that
+waits for its inputs, or for another's first run, delays no other. `scheduling` orders the requests.
 
 `submit` returns `AwaitedFuture`: in a GPU task's process it tells the broker when the body waits for tasks that it
 submitted (`scheduling.nested`).
@@ -39,18 +39,15 @@ from prefect_gpu.process_resources import start_thread
 #: Prefix of the threads' names.
 NAME = "prefect-gpu-engine"
 
-#: Seconds without an arrival after which task runs in front are passed: one may wait invisibly, as for a slot of a
-#: tag's concurrency limit. Of 200 mapped tasks on two cores 45 came in behind a later one, by at most 0.1 s.
+#: Seconds without an arrival after which a task run no longer waits for earlier ones: one may wait invisibly, as for a
+#: slot of a tag's concurrency limit. Of 200 mapped tasks on two cores, 45 arrived after a later one, by at most 0.1 s.
 PATIENCE_S = 2.0
 
 
 def start_engine(call: Callable[[], Any], number: int) -> Future[Any]:
-    """Run a call in a new thread, named after `number`; return the future of its result, which cannot be cancelled.
-
-    Raises:
-        CapacityError: The system starts no more threads.
-    """
+    """Start a thread for a call; return the future of the result. Raise `CapacityError` if no thread can start."""
     future: Future[Any] = Future()
+    # From now on the future cannot be cancelled.
     future.set_running_or_notify_cancel()
     start_thread(functools.partial(_run, future, call), f"{NAME}_{number}", daemon=False)
     return future
@@ -74,14 +71,13 @@ class RunnerThreads(ThreadPoolTaskRunner[Any]):
         self._pause = pause
 
     def __enter__(self) -> Self:
-        """See `ThreadPoolTaskRunner`."""
         super().__enter__()
         self._executor = _Executor(self._pause)
         return self
 
 
 class _Executor(ThreadPoolExecutor):
-    """Runs this package's engine where Prefect's thread runner submits Prefect's."""
+    """Executor that runs `RunnerTaskRunEngine` where Prefect's thread runner submits Prefect's engine."""
 
     def __init__(self, pause: Callable[[float], object]) -> None:
         super().__init__(max_workers=sys.maxsize)
@@ -108,39 +104,39 @@ class SubmitOrder:
         self.places: list[SubmitTicket] = []
 
     def add(self, number: int, waits: Callable[[], bool] = lambda: False) -> SubmitTicket:
-        """Return the place `number` for a task run. `waits` returns whether its inputs are open; it must not block."""
+        """Return a new ticket with this number. `waits` returns whether inputs are not done; it must not block."""
         place = SubmitTicket(self, number, waits)
         with self.lock:
             place.insert()
         return place
 
     def wake_first(self) -> None:
-        """Wake the first task run that waits for its turn, under the lock."""
+        """Wake the first task run that waits for its turn. The caller holds the lock."""
         if (first := self.first_waiting()) is not None and first.turn is not None:
             first.turn.notify()
 
     def first_waiting(self) -> SubmitTicket | None:
-        """Return the first task run that waits for its turn, under the lock; `None`: no task run waits."""
+        """Return the first ticket that waits for its turn; `None`: no ticket waits. The caller holds the lock."""
         return next((each for each in self.places if each.turn is not None), None)
 
 
 class SubmitTicket:
-    """The place of one task run, from `SubmitOrder.add`. For the task run's own thread."""
+    """One task run's place in a `SubmitOrder`. For the task run's own thread."""
 
     def __init__(self, order: SubmitOrder, number: int, waits: Callable[[], bool]) -> None:
         self._order = order
         self.number = number
         #: Returns whether the task run waits for something other than its turn. Called under the lock of the order.
         self.waits = waits
-        #: Notified when it may be its turn; `None`: the task run does not wait for its turn.
+        #: Notified when the turn may have come; `None`: the task run does not wait for its turn.
         self.turn: threading.Condition | None = None
 
     def insert(self) -> None:
-        """Put the place into its order, under the lock."""
+        """Add the ticket to its order. The caller holds the lock."""
         bisect.insort(self._order.places, self, key=lambda each: each.number)
 
     def take_turn(self) -> None:
-        """Wait until no task run in front is about to make a request; then delay the ones behind until `leave`."""
+        """Wait until no earlier task run is about to make a request; then delay later task runs until `leave`."""
         order = self._order
         with order.lock:
             self.waits = lambda: False
@@ -159,13 +155,13 @@ class SubmitTicket:
             order.wake_first()
 
     def yield_while(self, waits: Callable[[], bool]) -> None:
-        """Delay no other task run while `waits` returns true. `waits` must not block."""
+        """Delay no other task run while `waits`, which must not block, returns true."""
         with self._order.lock:
             self.waits = waits
             self._order.wake_first()
 
     def leave(self) -> None:
-        """Note that the task run has requested its device, or never will. `take_turn` restores its place."""
+        """Note that the task run has requested its device, or never will. `take_turn` adds the ticket again."""
         with self._order.lock:
             if self in self._order.places:
                 self._order.places.remove(self)
@@ -176,7 +172,7 @@ class SubmitTicket:
 
 
 class Inputs:
-    """The parameters and `wait_for` of a task run, which must be done before its body can be called."""
+    """The parameters and `wait_for` of a task run, whose futures must be done before its body can be called."""
 
     def __init__(self, *values: Any) -> None:
         self._values = values
@@ -184,7 +180,7 @@ class Inputs:
         self._open: list[Any] | None = None
 
     def wait(self) -> bool:
-        """Return whether a future is not done."""
+        """Return whether a future among the inputs is not done."""
         if self._open is None:
             # Not searched at `submit`: parameters may be large collections, and the check is rare.
             values, self._values = self._values, ()
@@ -214,7 +210,7 @@ def _is_done(future: Any) -> bool:
 
 
 class BodyWaits:
-    """Counts the threads of this process that wait for GPU tasks submitted by its body."""
+    """Counts the threads of a GPU task's process that wait for tasks submitted by the process's body."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -236,7 +232,7 @@ class BodyWaits:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count this thread while it waits, unless it is an engine's: a waiting task says nothing about the body."""
+        """Count this thread inside the `with` block, unless it is an engine's: that thread does not run the body."""
         by = 0 if threading.current_thread().name.startswith(NAME) else 1
         self.change(by)
         try:
@@ -250,15 +246,15 @@ BODY_WAITS = BodyWaits()
 
 
 class AwaitedFuture(PrefectConcurrentFuture[Any]):
-    """The future of a GPU task, which counts waiting threads."""
+    """The future of a GPU task run. `BODY_WAITS` counts the threads that wait for it."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `PrefectFuture.wait`."""
+        """Wait for the task run. See `PrefectFuture.wait`."""
         with BODY_WAITS.counted():
             super().wait(timeout)
 
     def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> Any:
-        """See `PrefectFuture.result`."""
+        """Return the task run's result. See `PrefectFuture.result`."""
         with BODY_WAITS.counted():
             return super().result(timeout, raise_on_failure)
 

@@ -1,4 +1,4 @@
-"""Choose the next step after a process without a value: another process, or the task run's error. Pure.
+"""Choose the next step after a process ended without a value: another process, or the task run's error. Pure.
 
 The budget after an out-of-memory is in `scheduling.ladder`; `submission` carries out the step.
 """
@@ -19,16 +19,16 @@ from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import format_seconds
 
-#: Seconds until a task run asks again after its node's refusal: readings come every 0.25 s.
+#: Seconds until a new request after a node's refusal: readings come every 0.25 s.
 REFUSED_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a process without a value."""
+    """The end of a process that returned no value."""
 
     outcome: Failure
-    #: Raised by its task run if no other process follows.
+    #: Error of the task run if no other process follows.
     error: BaseException
     #: The error in one line, for the log.
     said: str
@@ -36,7 +36,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The facts about an out-of-memory."""
+    """Facts about an out-of-memory, for the choice of the next budget."""
 
     evidence: Evidence
     #: Arguments of `ladder.next_attempt`.
@@ -48,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The facts about the task run."""
+    """Facts about a task run and its ended process, for the choice of the next step."""
 
     policy: GPUPolicy
     #: Budget increases, the ended process included.
@@ -63,7 +63,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The report's facts about the out-of-memory."""
+    """Facts about an out-of-memory, for the report of the process."""
 
     cause: Cause
     #: Bytes on one device that the process needed; `None`: unknown.
@@ -74,7 +74,7 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Another process runs the body."""
+    """Step: run the body in another process."""
 
     grant: Grant
     #: Logged on the task run.
@@ -85,7 +85,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """There was no process: the task run requests a device again after `REFUSED_S`, and shows `reason` meanwhile."""
+    """Step after a node's refusal: request a device again after `REFUSED_S`, and show `reason` meanwhile."""
 
     grant: Grant
     reason: Reason
@@ -93,7 +93,7 @@ class AskAgain:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The task run ends."""
+    """Step: end the task run with an error."""
 
     error: BaseException
     #: Note added to the error; `None`: none.
@@ -138,7 +138,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
     evidence, capacity = memory.evidence, memory.capacity_bytes
     cause = ladder.classify(evidence)
     rung = ladder.next_attempt(climb, cause, evidence, capacity, memory.whole_bytes, memory.alike)
-    # A probe that shared its device had less than its tag allows, so `gpu:oom=fail` does not apply.
+    # A probe that shared its device had less than its tag allows: `gpu:oom=fail` does not apply.
     probed = evidence.shared_probe or climb.from_error
     if isinstance(rung, str) or (policy.oom == "fail" and not probed):
         note = ladder.last_words(cause, evidence, rung, capacity, memory.kind)

@@ -1,7 +1,7 @@
-"""The messages of one child process and the readings of its devices, on other threads than the engine's.
+"""Receive the messages of one child process and the readings of its devices, on threads other than the engine's.
 
-`ProcessListener` records facts as they come, in the record, at the broker and for a suspension: the engine's thread
-may return the value before the process has ended. Messages that decide the process's end go to the engine's inbox.
+`ProcessListener` passes facts to the process's record, the broker and a suspension as they come: the engine's thread
+may return the value before the process has ended. Messages that decide the outcome go to the engine's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.suspension.suspended import Suspender
 
-#: Questions of a child that are answered on the engine's thread: they may be about its flow run, and pickling a
+#: Questions of a child process, answered on the engine's thread: they may be about its flow run, and pickling a
 #: module's attribute may take long.
 _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
     "attribute": values.attribute,
@@ -42,7 +42,7 @@ _ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
 class ProcessListener:
     """Receives the messages of one placed child process.
 
-    `memory` is its memory at the reader of its devices. `tell` puts a message into the inbox of the engine's thread.
+    `memory` reads the process's memory on its devices. `tell` puts a message into the inbox of the engine's thread.
     `cancelled` is set when the flow run ends.
     """
 
@@ -75,16 +75,16 @@ class ProcessListener:
     # The engine's thread.
 
     def start(self, launcher: launch_spec.Launcher, spec: launch_spec.LaunchSpec) -> None:
-        """Start the process."""
+        """Start the child process."""
         self._handle = launcher.start(spec, self.hear)
         self._launched.set()
 
     def answer_by_engine(self, question: messages.Asked) -> None:
-        """Answer a question of the process that came through the engine's inbox."""
+        """Answer a question of the process that was passed on to the engine's thread."""
         self._answer(functools.partial(_ANSWERED_BY_ENGINE[question.method], **question.arguments))
 
     def abandon(self) -> None:
-        """Kill the process unless its body has ended; release its devices if it was never started."""
+        """Kill the process unless its body has ended; if no process was started, release the devices."""
         if self._handle is None:
             self._release()
         elif self._record.ended_s is None:
@@ -110,7 +110,7 @@ class ProcessListener:
     # The launcher's thread.
 
     def hear(self, message: launch_spec.Heard) -> None:
-        """Handle a message of the child process."""
+        """Handle a message of the child process, or a launcher's message about the process."""
         remote = self._broker.reader.remote
         if self._suspendable is not None:
             self._suspendable.hear(message)
@@ -146,7 +146,7 @@ class ProcessListener:
                 self._release()
                 self._tell(process_run.Died(message, self._kill_cause(message)))
             case messages.Message():
-                # Other messages are a standby's, or were handled by the suspension above.
+                # Messages of a standby, or messages that the suspension has handled above.
                 pass
             case _:
                 assert_never(message)
@@ -216,7 +216,7 @@ class ProcessListener:
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
         if self._suspender is not None and self._suspender.away:
-            # During a move a part of its memory is on the device, which does not show its need.
+            # Its memory on the device during a move does not show its need.
             self._record.add_absence(at_s)
             return
         sizes_bytes = tuple(each.total_bytes for each in measured)

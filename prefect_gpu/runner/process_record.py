@@ -1,7 +1,4 @@
-"""Collect and sum up facts about one process while it runs, and make its report.
-
-`attempt` starts the process and decides; `reports` draws and publishes.
-"""
+"""Collect facts about one process while it runs, and make its report. `attempt` starts it, `reports` publishes."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, Placement
 
-#: Most process and device pairs of a body whose memory is recorded.
+#: Most pairs of process and device whose memory is recorded for a body.
 MOST_PROCESSES = 256
 
 
@@ -43,8 +40,7 @@ class ProcessRecord:
     """Facts about one process from its placement on. Safe to use from several threads.
 
     The broker's thread adds readings, the launcher's thread messages of the process, the engine's thread caps.
-    `placed_s` are monotonic seconds, `queued_s` the seconds of waiting before. `watched`: the process has a budget to keep
-    to, and `add_reading` returns an overshoot.
+    `placed_s` is in monotonic seconds, `queued_s` the wait before. `watched`: the process must keep to its budget.
     """
 
     def __init__(
@@ -54,12 +50,12 @@ class ProcessRecord:
         self._placed_s = placed_s
         self._queued_s = queued_s
         self._watched = watched
-        #: Guards all below.
+        #: Guards the private attributes below.
         self._lock = threading.RLock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
         self._context = ContextWatch()
         self._counted = False
-        #: The last counters are from the body's end: their peaks are complete.
+        #: Whether the last counters are from the body's end: their peaks are complete.
         self._counted_out = False
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
@@ -78,29 +74,29 @@ class ProcessRecord:
         # Set by the methods below; any thread may read them.
         #: Bytes of the budgets on all its devices together.
         self.total_budget_bytes = sum(placement.budget_bytes)
-        #: Process id, the last one's if another process ended before it took the call; `None`: no process yet.
+        #: Process id; of the last process if an earlier one ended before it took the call. `None`: no process yet.
         self.pid: int | None = None
         #: Most bytes that a framework can allocate on a device; `None`: no cap.
         self.cap_bytes: int | None = None
-        #: Bytes of context left out of the cap.
+        #: Bytes of the context that the cap leaves free.
         self.context_bytes = 0
         #: Known contexts on its device, in bytes by framework.
         self.known_contexts: Mapping[str, int] = {}
         #: Bytes in the last reading of its devices; `None`: no reading yet.
         self.seen_bytes: int | None = None
-        #: Facts about its steps so far; `None`: no step.
+        #: Facts about the body's steps so far; `None`: no step.
         self.steps: StepFacts | None = None
         #: Monotonic seconds of the body's first line and of its end; `None`: not yet.
         self.started_s: float | None = None
         self.ended_s: float | None = None
-        #: The value has arrived completely.
+        #: Whether the value has arrived completely.
         self.value_arrived = False
         #: The child's facts about its out-of-memory; `None`: none, or not known.
         self.out_of_memory: OutOfMemory | None = None
 
     @property
     def last_process_bytes(self) -> int | None:
-        """Bytes in the last non-zero reading, since the driver drops a killed process early; `None`: there was none."""
+        """Bytes in the last non-zero reading (the driver drops a killed process early); `None`: there was none."""
         with self._lock:
             samples = self._series.samples
         return next((s.process_bytes for s in samples[::-1] if s.process_bytes), None)
@@ -108,17 +104,17 @@ class ProcessRecord:
     def set_caps(
         self, cap_bytes: int | None, context_bytes: int, known_contexts: Mapping[str, int]
     ) -> None:
-        """Record the caps and contexts of its frameworks, as in the attributes of these names."""
+        """Set the attributes `cap_bytes`, `context_bytes` and `known_contexts`."""
         self.cap_bytes, self.context_bytes = cap_bytes, context_bytes
         self.known_contexts = known_contexts
 
     def add_reading(
         self, at_s: float, sizes_bytes: Sequence[int], live_bytes: int | None = None
     ) -> tuple[int, int] | None:
-        """Record a reading of its devices, at `at_s` monotonic seconds. Return the first overshoot as bytes and budget.
+        """Record a reading of the devices; return the first overshoot as bytes and budget, `None`: no overshoot.
 
-        `sizes_bytes` are of the whole process on each device, in the placement's order. `live_bytes` are allocated, if the
-        devices know it (simulated ones do).
+        `at_s` is in monotonic seconds. `sizes_bytes` is the process's memory on each device, in the placement's order.
+        `live_bytes` is its allocated memory; `None`: not known (only simulated devices know).
         """
         total = sum(sizes_bytes)
         with self._lock:
@@ -133,7 +129,7 @@ class ProcessRecord:
         return None
 
     def add_absence(self, at_s: float) -> None:
-        """Record at a reading (monotonic seconds) that its memory is on the host, or being moved."""
+        """Record at a reading (monotonic seconds) that the process's memory is on the host or being moved."""
         with self._lock:
             self.seen_bytes = 0
             self._add(at_s, 0, None, None)
@@ -146,7 +142,7 @@ class ProcessRecord:
             self._suspensions = (*self._suspensions, placed)
 
     def add_processes(self, by_pid: Sequence[Mapping[int, int]]) -> None:
-        """Record the bytes of each of its processes: per device in the placement's order, by process id."""
+        """Record the bytes of each of the body's processes: per device in the placement's order, by process id."""
         with self._lock:
             for device, held in enumerate(by_pid):
                 for pid, held_bytes in held.items():
@@ -155,7 +151,7 @@ class ProcessRecord:
                         self._processes[key] = max(held_bytes, self._processes.get(key, 0))
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
-        """Record its frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
+        """Record the frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
         with self._lock:
             self._counted = True
             self._used = frameworks
@@ -169,13 +165,13 @@ class ProcessRecord:
             self._add(time.monotonic(), None, live, reserved)
 
     def add_steps(self, steps: StepFacts | None, marks: Iterable[Mark]) -> None:
-        """Record the facts about its steps (`None`: no step) and new marks, in seconds since the body's first line."""
+        """Record facts about steps (`None`: no step) and new marks, in seconds since the body's first line."""
         with self._lock:
             self.steps = steps or self.steps
             self._marks.add(*marks)
 
     def add_peaks(self, live_bytes: int, process_bytes: int) -> None:
-        """Record peaks that are known only at its end (simulated devices)."""
+        """Record the peaks of a process on simulated devices, which are known only at its end."""
         with self._lock:
             self._own_peak_bytes = process_bytes
             self._add(time.monotonic(), None, live_bytes, live_bytes)
@@ -213,10 +209,10 @@ class ProcessRecord:
     ) -> TaskReport:
         """Return the report of a call's process, once nothing is left of the process.
 
-        `number` is its number in its task run, from 1. `frameworks` are those of the tags; empty: the frameworks that it
-        used. `leaked_bytes` were not freed; `None`: not known. `gone_s` are monotonic seconds of its end; `None`: now.
-        `shared_with` names tasks on its devices meanwhile. `capacity_bytes` is the largest possible budget on each device;
-        `None`: not known.
+        `number` is the process's number in its task run, from 1. `frameworks` are from the tags; empty: the frameworks
+        that the process used. `leaked_bytes` were not freed; `None`: not known. `gone_s` is the monotonic time of the
+        end; `None`: now. `shared_with` names tasks on the same devices meanwhile. `capacity_bytes` is the largest
+        possible budget on each device; `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -285,7 +281,7 @@ class ProcessRecord:
             )
 
     def _several_processes(self) -> tuple[ProcessPeak, ...]:
-        """Return the peaks of each process on each device; empty for a single process on one device."""
+        """Return the peaks of each process on each device; empty: a single process on one device."""
         if len(self._device_peaks) == 1 and {pid for _, pid in self._processes} <= {self.pid}:
             return ()
         peaks: list[ProcessPeak] = []
@@ -298,14 +294,14 @@ class ProcessRecord:
         return tuple(peaks)
 
     def _seen_steps(self) -> StepFacts | None:
-        """Return the facts about its steps; steady memory only for frameworks where sampling sees it."""
+        """Return the facts about the steps; with steady memory only if sampling sees it in all used frameworks."""
         steps = self.steps
         if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
             return steps
         return replace(steps, steady_live_bytes=None)
 
     def _add_up(self, kind: DeviceKind, peak_reserved: int | None) -> tuple[int, int, Source]:
-        """Return the process's peak, its context, and the source of the peak."""
+        """Return the process's peak in bytes, its context in bytes, and the source of the peak."""
         peak = self._series.peak_process_bytes or 0
         source: Source = kind
         seen = self._context.seen_bytes if kind == "nvml" else self._assumed_context_bytes()
@@ -317,24 +313,24 @@ class ProcessRecord:
             # No reading shows the peak, or the device does not attribute memory to processes.
             peak, source = peak_reserved + context, "framework"
         elif not all(device.attributed for device in self._placement.devices):
-            # Without attribution the peak is from its own counters.
+            # Without attribution the peak is from the process's own counters.
             source = "framework"
         # An assumed context may be larger than the real one.
         total = sum(device.total_bytes for device in self._placement.devices)
         return min(peak, total), min(context, total), source
 
     def _unseen_context_bytes(self, peak: int, peak_reserved: int | None) -> int:
-        """Estimate the context where no reading can be compared with the allocators' memory."""
+        """Return an estimate of the context: no reading can be compared with the allocators' memory."""
         assumed = self._assumed_context_bytes()
         if not peak_reserved or (assumed and not self._counted_out):
-            # It died, and may have held more than its counters showed: the difference means nothing.
+            # The process died, and may have held more than its counters showed: the difference means nothing.
             return assumed
-        # A body that empties its cache all the time. If no reading met its peak, the difference is too small, and a cap
+        # The body empties its cache all the time. If no reading met the peak, the difference is too small, and a cap
         # computed from it would let the process pass its budget: the assumed context is the least.
         return max(assumed, peak - peak_reserved)
 
     def _assumed_context_bytes(self) -> int:
-        """Return the contexts on all its devices, as left out of its cap or as known."""
+        """Return the context on all devices together: the size left free by the cap, or else the known size."""
         known = (self.known_contexts.get(name, 0) for name in self._used)
         each = self.context_bytes or max(known, default=0)
         return each * len(self._placement.devices)
@@ -344,13 +340,13 @@ class ContextWatch:
     """Derives the context of one process: memory on the device above the memory of its allocators. For one thread.
 
     Device and allocators are read at different times by different processes. Each reading of the device is compared
-    with the allocators' largest memory between the counters before and after it:
+    with the allocators' largest memory between the counters before and after the reading:
 
-    - If they freed nothing in between, their memory only rose, and the later counters bound it. The context can then
-    only be too small, and the largest of many is right.
+    - If the allocators freed nothing in between, their memory only rose, and the later counters bound it. The derived
+    context can then only be too small, and the largest of many is right.
     - If they freed something, their memory is unknown for a moment (`cudnn.benchmark` tries its workspaces that way),
     and the reading is ignored.
-    - If they do not count freed memory, their overall peak bounds a period in which it rose, and no other.
+    - If they do not count freed memory, their overall peak bounds a period in which the peak rose, and no other.
 
     Readings after the last counters are ignored: a process may take gigabytes just before it dies.
     """
@@ -365,7 +361,7 @@ class ContextWatch:
         self.seen_bytes: int | None = None
 
     def add_reading(self, process_bytes: int) -> None:
-        """Add a reading of the device in bytes."""
+        """Add a reading of the process's bytes on the device."""
         if process_bytes and self._reserved_bytes is not None:
             self._pending.append(process_bytes)
 
@@ -375,7 +371,7 @@ class ContextWatch:
         peak_bytes: int | None = None,
         freed_bytes: int | None = None,
     ) -> None:
-        """Add its allocators' counters: bytes held, largest ever held, and freed so far; `None`: not reported."""
+        """Add the allocators' counters: bytes held, largest ever held, and freed so far; `None`: not reported."""
         before, self._reserved_bytes = self._reserved_bytes, reserved_bytes
         freed_before, self._freed_bytes = self._freed_bytes, freed_bytes
         peak_before, self._peak_bytes = self._peak_bytes, max(self._peak_bytes, peak_bytes or 0)

@@ -1,7 +1,7 @@
-"""The life of one child process as a state machine: a message in, actions out. Pure.
+"""State machine of one child process: a message in, actions out. Pure.
 
 `ProcessRun` decides how a process ends, when it is killed, and the shown state of its task run. `attempt` reads
-messages and carries out actions. Text for an outcome is in `endings`, the next step in `next_step`.
+messages and carries out actions. Text for an outcome is in `run_log`, the next step in `next_step`.
 
     STARTING ──BodyBegan──▶ RUNNING ──BodyEnded──▶ SENDING ──ValueArrived──▶ OPENING ──Opened──▶ FINISHED
         └──── TimedOut, Cancelled, … ──▶ KILLED, LOST ──Died──▶ FINISHED
@@ -25,8 +25,8 @@ from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.values.transport import ReceivedValue
 
-# Outcomes. If another part decides an outcome, its message is the outcome. `traceback` is that of the child, as text;
-# `None`: the body did not raise the error.
+# Outcomes. An outcome decided by another module is that module's message. `traceback` is the child's, as text; `None`:
+# the body did not raise the error.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """The body raised `SystemExit` or the like, which ends a process. Raised in the parent it would end the flow."""
+    """The body raised `SystemExit` or another `BaseException`, which would end the flow if raised in its process."""
 
     error: BaseException
     traceback: str
@@ -81,7 +81,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class EndedForOthers:
-    """The broker ends a first run for other first runs on a device (`where`, its label), which runs short of memory."""
+    """The broker ends a first run: its device (`where`: label) runs short of memory for the first runs on it."""
 
     where: str
 
@@ -165,7 +165,7 @@ class Finish:
     outcome: Outcome
 
 
-#: Actions of the same name: forward a log record or an event, answer a question.
+#: Messages that are actions, too: forward a log record or an event, answer a question.
 Served = Asked | LogEmitted | EventEmitted
 Action = Kill | ShowRunning | ShowAwaiting | Warn | SetDeadline | OpenValue | Served | Finish
 
@@ -229,7 +229,7 @@ _LATE = frozenset({*_MOVED, BodyBegan, Lost, OutOfMemory, EndedForOthers, Failed
 
 #: Messages without effect.
 IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
-    # Values that no body has announced.
+    # A value without a `BodyEnded` before it.
     Phase.STARTING: frozenset({ValueArrived}),
     Phase.RUNNING: frozenset({ValueArrived}),
     # The value is about to arrive.
@@ -243,7 +243,7 @@ IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
 
 
 class ProcessRun:
-    """One child process. For one thread.
+    """The state of one child process. For one thread.
 
     `timeout_s` are the seconds for the body, suspensions not counted; `None`: no limit. `enforces`: a process above its
     budget is killed; otherwise a warning is logged.
@@ -263,11 +263,7 @@ class ProcessRun:
         self._decided: Failure | None = None
 
     def handle(self, message: RunMessage) -> list[Action]:
-        """Handle the next message, and return the actions to carry out.
-
-        Raises:
-            IllegalTransition: The message is not allowed in this phase.
-        """
+        """Return the actions to carry out after a message; raise `IllegalTransition` if the phase does not allow it."""
         kind = type(message)
         if kind in IGNORED[self.phase]:
             return []
@@ -299,7 +295,7 @@ class ProcessRun:
                 assert self._body_ended is not None
                 return [Finish(_outcome(self._body_ended, value))]
             case Failed():
-                # Its launcher kills it, if it is not finished.
+                # The launcher kills the process if it has not ended.
                 self._decided = message
                 return [Finish(message)] if self.phase is Phase.FINISHED else []
             case ChildRefused() | Died():

@@ -1,7 +1,7 @@
 """Text about processes: their log lines, the error and verdict of an outcome, and the summary of a flow run.
 
-An outcome is decided in `process_run`, the next step in `next_step`. Lines about waiting task runs are in `engine`, the
-flow's report with all processes in `reports`.
+`process_run` decides an outcome, `next_step` the next step. Lines about waiting task runs are in `engine`, the flow's
+report with all processes in `reports`.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _KILLED = {
 def placed_line(
     placement: Placement, grant: Grant, identity: HistoryKey, whole: bool, waited_s: float
 ) -> str:
-    """Return where a process runs, its memory, and the reason for its budget.
+    """Return the log line of a placement: the devices, the memory, and the reason for the budget.
 
-    `whole`: it has all free memory of its devices. The task run waited `waited_s` seconds for it.
+    `whole`: the process has all free memory of its devices. `waited_s` are the seconds of waiting before.
     """
     shares = any(r.probe for r in placement.reservations)
     on = ", ".join(device.label for device in placement.devices)
@@ -83,7 +83,7 @@ def placed_line(
 
 
 def ended_line(report: TaskReport) -> str:
-    """Return the memory that a process used; empty: another line says why it ended."""
+    """Return the log line of an ended process: run time and memory; empty: another line says why it ended."""
     if report.outcome in ("oom", "cancelled"):
         return ""
     kind = " of host memory" if report.source == "host" else ""
@@ -104,14 +104,14 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error in one line for the log: PyTorch's text has six sentences, of which the first is enough."""
+    """Return an error's text in one line for the log: of PyTorch's six sentences the first is enough."""
     return textwrap.shorten(first_line(error), LONGEST_LINE, placeholder=" …")
 
 
 def conclude(
     outcome: process_run.Failure, plan: TaskPlan, record: ProcessRecord
 ) -> tuple[BaseException, Verdict]:
-    """Return the error and the verdict of a process without a value."""
+    """Return the error and the verdict of a process that returned no value."""
     match outcome:
         case process_run.Failed(error, traceback):
             verdict = Verdict("failed", _last_line(traceback))
@@ -186,7 +186,7 @@ def _death(task_name: str, died: process_run.Died, record: ProcessRecord) -> Chi
 
 
 def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> str:
-    """Return a flow run's final states and the needs of its GPU tasks, from compact reports, in at most 12 lines."""
+    """Return the summary of a flow run, in at most 12 lines: final states, needs of its GPU tasks (compact reports)."""
     counts = [f"{count} {name}" for name, count in sorted(states.items(), key=lambda s: -s[1])]
     tasks: dict[str, list[TaskReport]] = {}
     for report in reports:
@@ -230,7 +230,7 @@ def _peak_words(report: TaskReport) -> str:
 
 
 def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
-    """Yield a line for each task with a tag to change. One tag holds for all sets of its `gpu:learn_by` values."""
+    """Yield a line for each task whose tag is to be changed, for all sets of its `gpu:learn_by` values together."""
     sets: dict[str, list[TaskTags]] = {}
     for each in tags:
         if each.write:
@@ -252,8 +252,8 @@ def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
-    """Return the peak bytes of all processes together on each device, at most the device's memory."""
-    # A bound: merged readings keep the largest. Counters show peaks between readings, but of one process only.
+    """Return the peak bytes of all processes together, by device; at most the device's memory."""
+    # An upper bound: merged readings keep the largest. Counters show peaks between readings, of one process only.
     changes: dict[Device, list[tuple[float, int]]] = {}
     alone: dict[Device, int] = {}
     for report in reports:
@@ -276,7 +276,7 @@ def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:
 
 
 def _held(report: TaskReport) -> Iterator[tuple[float, int]]:
-    """Yield the bytes of a process and their time in seconds since its placement; 0 while it was suspended."""
+    """Yield the memory of a process as seconds since its placement and bytes; 0 bytes while it was suspended."""
     away = [(s.begun_s + s.out_s, s.ended_s - s.in_s) for s in report.suspensions]
     held = [(s.at_s, s.process_bytes) for s in report.samples if s.process_bytes is not None]
     yield from sorted(

@@ -1,8 +1,8 @@
 """One submitted GPU task: the processes that Prefect's engine runs in place of its body.
 
-`GPUTask` is the task. `BodyRun` is one call of its body: it starts attempts until one returns a value or another
-attempt would not help. Retries after an out-of-memory are decided in `scheduling.ladder`, one process is `attempt`,
-and `active_runner` has what all tasks of a runner share.
+`GPUTask` is the task, `BodyRun` one call of its body: it starts attempts until one returns a value or another attempt
+would not help. `scheduling.ladder` decides retries after an out-of-memory, `attempt` is one process, and
+`active_runner` has the shared parts of all tasks of a runner.
 """
 
 from __future__ import annotations
@@ -53,33 +53,30 @@ ENDING_S = 10.0
 
 @dataclass(eq=False, repr=False)
 class BodyRun:
-    """Runs the body for one call by Prefect's engine.
-
-    `climb` begins with the budget increases in earlier calls for the same task run. `_numbers` are the numbers of the task
-    run's processes. `_report` takes the report of each process, from any thread.
-    """
+    """One call of the body by Prefect's engine, in one or more processes."""
 
     _call: TaskCall
-    #: Budget increases so far.
+    #: Budget increases so far, also in earlier calls for the same task run.
     climb: OomHistory
     _numbers: Iterator[int]
     _broker: Broker
     _launcher: Launcher
     _book: BudgetBook
+    #: Called with the report of each process, from any thread.
     _report: Callable[[TaskReport], None]
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _cancelled: bool = field(default=False, init=False)
-    #: Attempts in order; at most `ladder.MOST_PROCESSES`.
+    #: In order; at most `ladder.MOST_PROCESSES`.
     _attempts: list[Attempt] = field(default_factory=list, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False)
-    #: Histories for which its process probes beside other tasks.
+    #: Histories for which the process is a probe that may share its devices.
     _probed: frozenset[HistoryKey] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         self._policy = self._call.plan.policy
 
     def cancel(self) -> None:
-        """End the run in any state, from any thread; `run` then raises `CancelledByRunner`."""
+        """End the call in any state, from any thread; `run` then raises `CancelledByRunner`."""
         with self._lock:
             self._cancelled = True
             attempts = tuple(self._attempts)
@@ -90,33 +87,33 @@ class BodyRun:
 
     @property
     def finished(self) -> bool:
-        """Whether all its processes are gone and their reports were passed on."""
+        """Whether all processes of the call have ended and their reports were passed on."""
         return self._over.is_set() and all(a.finished.is_set() for a in self._attempts)
 
     def wait_finished(self, timeout_s: float) -> bool:
-        """Wait until `finished`; `False`: the time is over."""
+        """Wait until `finished`, at most `timeout_s` seconds; return `finished`."""
         deadline = time.monotonic() + timeout_s
         events = (self._over, *(attempt.finished for attempt in self._attempts))
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Its place in the queue, lowest first."""
+        """Sort key of the call in the queue, lowest first."""
         return -self._policy.priority, self._call.plan.sequence
 
     @property
     def has_devices(self) -> bool:
-        """Whether a process of the run has devices now. From any thread."""
+        """Whether a process of the call has devices now. From any thread."""
         return bool(self._attempts) and self._attempts[-1].has_devices
 
     def running(self) -> RunningTask | None:
-        """Return its row in the live view while it has devices; `None`: it has none. From any thread."""
+        """Return the call's row in the live view; `None`: it has no devices now. From any thread."""
         return self._attempts[-1].running() if self._attempts else None
 
     def waiting(self) -> WaitingTask:
-        """Return its row in the live view while it has no devices. From any thread."""
+        """Return the call's row in the live view while it has no devices. From any thread."""
         run = self._call.run
-        # Without a process it waits for the first run of its task.
+        # Without a process the call waits for the first run of its task.
         seconds, reason = None, run.awaits
         if self._attempts:
             seconds, reason = self._attempts[-1].why_it_waits()
@@ -126,7 +123,7 @@ class BodyRun:
         """Run the body until a process returns a value; return that value.
 
         Raises:
-            PlacementError: No device can hold it, or none was free in time.
+            PlacementError: No device is large enough, or none was free in time.
             CancelledByRunner: `cancel` was called.
             BaseException: The error of `Attempt.run` for the last process.
         """
@@ -136,13 +133,12 @@ class BodyRun:
             # The run may end before its request, and Prefect may retry it later.
             self._call.place.leave()
             self._over.set()
-            # A Prefect context may keep this object, but no arguments with it.
+            # A Prefect context may keep this object, so the arguments are released.
             self._call = self._call.without_arguments()
 
     def _run_processes(self) -> object:
         grant = self._first_grant()
         whole_bytes = 0
-        #: Error of the last out-of-memory.
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
@@ -197,12 +193,12 @@ class BodyRun:
                 self._book.end_probe(self._probed, attempt.learn_need)
                 # The next process, if there is one, keeps the grant.
                 over = self._probed if attempt.shares else frozenset()
-                # Task runs with its history wait until its run is kept, which is once its memory is back.
+                # Task runs with this history wait until the run is kept, once its memory is recovered.
                 self._book.gate.begin_end(over)
                 take = functools.partial(self._take_report, grant, not goes_on, over)
                 attempt.close(take, short)
             if isinstance(step, steps.Retry):
-                # Prefect shows the newest report: they must come in the order of the processes.
+                # Reports must come in the order of the processes: Prefect shows the newest.
                 attempt.finished.wait(ENDING_S)
                 grant, number = step.grant, next(self._numbers)
                 if short is not None and short.rung is not None:
@@ -236,12 +232,12 @@ class BodyRun:
         if self.climb.whole_device:
             return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
-            # An earlier call found that the task needs more.
+            # An earlier call has shown that the task needs more.
             return replace(grant, memory=self.climb.reached_bytes, after_oom=True)
         return grant
 
     def _memory(self, attempt: Attempt, whole_bytes: int) -> steps.Memory | None:
-        """Return the facts about a process's out-of-memory."""
+        """Return the facts about a process's out-of-memory; `None`: nothing is known, or no out-of-memory."""
         evidence, policy = attempt.evidence(), self._policy
         if evidence is None:
             return None
@@ -253,7 +249,7 @@ class BodyRun:
     def _take_report(
         self, grant: Grant, release: bool, ended: frozenset[HistoryKey], report: TaskReport | None
     ) -> None:
-        """Take a process's report (`None`: there was no process), release its grant, and pass the report on."""
+        """Keep a process's report (`None`: there was no process), release its grant, and pass the report on."""
         try:
             if report is not None:
                 self._book.take(self._call.identity, report)
@@ -266,7 +262,7 @@ class BodyRun:
 
 
 def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
-    """Return the largest budget for each of `count` devices of one node, in bytes."""
+    """Return the largest possible budget in bytes on each of `count` devices of one node."""
     by_node: dict[str, list[int]] = {}
     for device, size in sorted(capacities.items(), key=lambda each: -each[1]):
         by_node.setdefault(device.host, []).append(size)
@@ -280,29 +276,25 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class GPUTask:
-    """One submitted GPU task.
-
-    Instead of a plan it may have an error in its tags or function, which fails the task run. `submitted_at` is the user's
-    line that submitted it.
-    """
+    """One submitted GPU task; `_plan` may be an error in its tags or function, which fails the task run."""
 
     _runner: ActiveRunner
     _task: Task[..., Any]
     _plan: TaskPlan | Exception
     _place: SubmitTicket
+    #: The user's line that submitted the task; `None`: not known.
     _submitted_at: CallingLine | None
     #: One count for all calls of the body: Prefect's retries are further calls.
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
     _climb: OomHistory = field(default=OomHistory(), init=False)
-    #: The last call of the body.
     _last: BodyRun | None = field(default=None, init=False)
-    #: Launcher of its processes; an announced task has a launcher that uses standbys or the fork server.
+    #: Launcher of the processes; for an announced task, one that uses standbys or the fork server.
     _launcher: Launcher = field(default_factory=process_launcher, init=False)
     #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     _standby: str = field(default="", init=False)
 
     def run(self, client: SharedClient, arguments: Mapping[str, Any]) -> Any:
-        """Run Prefect's engine to the task's final state, on a thread of its own. See `run_engine`."""
+        """Run Prefect's engine to the task's final state, in this thread, and return the state. See `run_engine`."""
         announced = None
         if isinstance(self._plan, TaskPlan):
             announced = self._runner.announce(self._plan)

@@ -1,21 +1,15 @@
 """One submitted task (policy, frameworks, identity) and each call of its body, as frozen values.
 
-A `TaskPlan` is made once at submit, a `TaskCall` for each call of the body by Prefect's engine. Neither has a device
-or a budget: budgets are in `budgets`, the processes of a call in `submission`.
+A `TaskPlan` is made once at submit, a `TaskCall` for each call of the body by Prefect's engine. Neither has a device or
+a budget: budgets are in `budgets`, the processes of a call in `submission`.
 
-The identity of a call is its history, with a digest of the arguments that `gpu:learn_by` names. Equal values have equal
+The identity of a call is its history, with a digest of the arguments named in `gpu:learn_by`. Equal values have equal
 digests on every host: a digest must not depend on the process, the host, or the module of a class (`__main__` in a
-script). The values themselves are kept for reports only in words, if short and no secrets.
+script). Reports have the values only as text, if short and not secret.
 
-| value | counts by |
-|---|---|
-| number | its value, `32` as `32.0`; `True` is no number |
-| text, path | its text |
-| `True`, `False`, `None` | itself |
-| enum | class and member |
-| tuple or list of these | its items in their order |
-
-Other values are a `PolicyError`: the part that memory depends on is not known.
+A number counts by its value (`32` as `32.0`; `True` is no number), a text or path by its text, an enum by its class and
+member, a tuple or list of these by its items in order; `True`, `False` and `None` count as such. Other values are a
+`PolicyError`: the part that memory depends on is not known.
 """
 
 from __future__ import annotations
@@ -69,10 +63,10 @@ TAKES_AT_ONCE = frozenset({"tensorflow"})
 #: Characters of a digest: 48 bits distinguish the values of one task.
 DIGEST_CHARS = 12
 
-#: Nested tuples. The limit also ends the walk through a list that contains itself.
+#: Most levels of nested tuples or lists. The limit also ends the walk through a list that contains itself.
 DEPTH_LIMIT = 4
 
-#: Most characters of the words for all values of a call.
+#: Most characters of the text about all values of a call.
 WORDS_LIMIT = 120
 
 #: Values accepted by `digest_values`, for messages.
@@ -88,13 +82,11 @@ class TaskPlan:
 
     task_name: str
     task_key: str
-    #: The task's own function.
     function: Callable[..., Any]
-    #: The policy from the tags.
     policy: GPUPolicy
     #: Frameworks named in the tags, "none" included; empty: none named.
     named: tuple[str, ...]
-    #: Frameworks that its process loads: those of the tags, or else those found in its code and its code's modules.
+    #: Frameworks that the process loads: those named, or else found in the task's code and its modules.
     frameworks: tuple[str, ...]
     #: If the tags name none: frameworks in the task's own code, which share the budget.
     sharing: tuple[str, ...]
@@ -102,7 +94,7 @@ class TaskPlan:
     timeout_s: float | None
     #: Place in the order of arrival, which a retry keeps.
     sequence: int
-    #: Whether its process imports Prefect before the body, which is known to use it; otherwise on first use.
+    #: Whether the process imports Prefect before the body, which is known to use it; otherwise on first use.
     with_prefect: bool = True
     #: Folder for PyTorch's memory snapshots; `None`: no snapshots are recorded.
     snapshots: Path | None = None
@@ -113,7 +105,7 @@ class TaskPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Approximate bytes of the machine's memory that its process takes before the body."""
+        """Approximate bytes of host memory that the task's process takes before the body."""
         return host_bytes_of(self.frameworks)
 
     def framework_policy(self, kind: DeviceKind, processes: int) -> FrameworkPolicy:
@@ -136,7 +128,7 @@ class TaskPlan:
     def identity(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], flow_name: str | None
     ) -> HistoryKey:
-        """Return the history that a call uses, for any device. `flow_name` is that of the flow; `None`: no flow.
+        """Return the history of a call, for any device. `flow_name`: the flow around it; `None`: no flow.
 
         Raises:
             PolicyError: `gpu:learn_by` names an unknown parameter, or one whose value is not accepted.
@@ -165,11 +157,11 @@ class PlanMaker:
 
     def __init__(self, snapshots: Path | None = None) -> None:
         self._snapshots = None if snapshots is None else snapshots.expanduser().absolute()
-        #: Facts about functions, by the `id` of a function, which is kept alive so that the `id` stays unique.
+        #: Results by search and `id` of a function, which is kept alive so that the `id` stays unique.
         self._known: dict[tuple[Callable[..., Any], int], tuple[Any, Any]] = {}
 
     def make(self, task: Task[..., Any], policy: GPUPolicy, sequence: int) -> TaskPlan:
-        """Return the plan of a task as submitted, with the policy of its tags and its place in the order of arrival."""
+        """Return a submitted task's plan, with the policy of its tags and its place in the order of arrival."""
         named = tuple(share.name for share in policy.frameworks)
         found, sharing = ((), ()) if named else self._find(_detect, task.fn)
         frameworks = tuple(name for name in named or found if name != NO_FRAMEWORK)
@@ -192,7 +184,7 @@ class PlanMaker:
         )
 
     def _find(self, search: Callable[[Any], Any], function: Any) -> Any:
-        """Return the result of a search in a function's code, done once."""
+        """Return the result of a search in a function's code, searched once."""
         key = search, id(function)
         if key not in self._known:
             self._known[key] = function, search(function)
@@ -200,7 +192,7 @@ class PlanMaker:
 
 
 def _detect(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the frameworks in a function's code and the modules of that code, and those in the code alone."""
+    """Return the frameworks in a function's code and modules, and the frameworks in its code alone."""
     found = detect_frameworks(function)
     return found, detect_frameworks(function, whole_modules=False) if found else ()
 
@@ -210,9 +202,7 @@ class TaskCall:
     """One call of a task's body by Prefect's engine."""
 
     plan: TaskPlan
-    #: The task run of the call.
     run: EngineRun
-    #: The history that the call uses.
     identity: HistoryKey
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -228,11 +218,7 @@ class TaskCall:
         return replace(self, args=(), kwargs={})
 
     def pack(self) -> PackedValue:
-        """Pickle the call for a child process. On the engine's thread.
-
-        Raises:
-            ResultError: A part of the call cannot be pickled; the error names the argument.
-        """
+        """Pickle the call, on the engine's thread; raise `ResultError` about an argument that cannot be pickled."""
         bound = inspect.signature(self.plan.function).bind(*self.args, **self.kwargs).arguments
         for name, value in bound.items():
             values.refuse_shared(value, "argument", name)
@@ -257,7 +243,7 @@ class TaskCall:
             named = self._explain(error, bound)
             if named is not error:
                 raise named from error
-            # The flow's parameters may be meant for the flow alone.
+            # The flow's parameters may be meant for the flow alone, and need not be picklable.
             call = replace(call, flow_parameters={})
             packed = values.dumps(call, "call", "call", _reducers(), self.share.pack)
         self.run.advise_no_cache(packed.size_bytes)
@@ -277,13 +263,12 @@ class TaskCall:
 
 
 def _reducers() -> tuple[Callable[[Any], Any], ...]:
-    """Return how arguments are pickled beyond what pickle does itself."""
-    # Nothing is a tensor where PyTorch was not imported.
+    """Return the reducers for pickling arguments. Without an imported PyTorch no argument is a tensor."""
     return (reduce_large,) if "torch" in sys.modules else ()
 
 
 def _held_by(function: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the values that are pickled with a function, each with its name, and the function last."""
+    """Yield the name and value of each object that is pickled with a function, the function last."""
     inner = function
     while isinstance(inner, functools.partial):
         yield f"{name}.args", inner.args
@@ -325,10 +310,7 @@ def digest_values(
 def describe_values(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> str:
-    """Return arguments that `digest_values` accepts in words: `batch_size=32, model=vit-b16`.
-
-    A secret, recognised by its parameter's name or its text, becomes `(secret)`.
-    """
+    """Return the arguments as text, `batch_size=32, model=vit-b16`; a secret (by name or text) becomes `(secret)`."""
     given = _select(function, names, arguments)
     words = ", ".join(f"{name}={_words(name, given[name])}" for name in sorted(given))
     return words[:WORDS_LIMIT]
@@ -337,7 +319,7 @@ def describe_values(
 def _select(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return arguments by name for some parameters, without absent keys of a `**kwargs`."""
+    """Return the arguments by name for some parameters, without absent keys of a `**kwargs`."""
     parameters = inspect.signature(function).parameters
     variadic = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
     rest = {} if variadic is None else arguments.get(variadic, {})
@@ -377,7 +359,7 @@ def _unknown(
 
 
 def _plain(name: str, where: str, value: Any, depth: int = 0) -> Any:
-    """Return a value for JSON; a list starts with its kind. `where` is the value's path for errors: `sizes[0]`."""
+    """Return a value as JSON data, most as `[kind, value]`. `where` is the value's path in errors: `sizes[0]`."""
     cls = type(value)
     if value is None or isinstance(value, bool):
         return value

@@ -85,7 +85,7 @@ _TAKE_LESS = (
 
 
 def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
-    """Return advice for the next process as markdown sentences, most useful first. `tag`: `tag_advice` of the run."""
+    """Return advice for the next process as markdown sentences, most useful first. `tag`: from `tag_advice`."""
     found = [_cause(report, tag)]
     if report.cause == "own_cap" or (report.outcome == "oom" and report.cause in ("", "crowded")):
         # After other causes a smaller need would not have helped: other processes had taken the memory.
@@ -238,7 +238,7 @@ class TagAdvice:
 
     @property
     def write_words(self) -> str:
-        """`write`, with the kind of devices if they are no GPUs: a size is valid only on devices of its kind."""
+        """`write`, with the kind of devices if these are no GPUs: a size is valid only on devices of its kind."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
 
@@ -304,7 +304,7 @@ class TaskTags(TagAdvice):
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes of each device by which the tag lowers the largest budget, negative if it raises it; `None`: no tag."""
+        """Largest budget less advised bytes, on each device; negative: the tag is larger; `None`: no size is advised."""
         return None if self.size_bytes is None else self.budgets_bytes[1] - self.size_bytes
 
     @property
@@ -316,7 +316,7 @@ class TaskTags(TagAdvice):
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return advice on the tag of each task of one or several flow runs, from its task run with the largest need.
+    """Return advice on the tag of each task of one or several flow runs, from the task run with the largest need.
 
     Each set of `gpu:learn_by` values and each kind of devices has an entry of its own.
     """
@@ -487,7 +487,7 @@ def _after_oom_bytes(report: TaskReport) -> int:
 
 
 def _asked_bytes(lesson: LearnedBudget) -> int:
-    """Return the learned need without its rounding up to `ROUND_BYTES`, so that a tag agrees with its formula."""
+    """Return the learned need without its rounding up to `ROUND_BYTES`, so that a tag agrees with the printed sum."""
     return max(1, lesson.need_bytes - ROUND_BYTES + 1)
 
 

@@ -64,7 +64,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def shorten(text: str, width: float, size: float) -> str:
-    """Return text cut to `width` pixels with an ellipsis; empty: fewer than four letters fit. `size`: of the font."""
+    """Return text cut to `width` pixels with an ellipsis; empty: fewer than four letters fit. `size`: font size."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
@@ -173,7 +173,7 @@ class Canvas:
         self._drawing.append(drawsvg.Text(clean(text), size, *_round(x, y), **style))
 
     def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
-        """Draw coloured squares with words in one row, centred at `y`: entries of words, colour, opacity that fit."""
+        """Draw entries (words, colour, opacity) as squares with words in a row at `y`; count the entries left out."""
         x, left = 20.0, list(entries)
         for at, (words, colour, opacity) in enumerate(left):
             width = 22 + text_width(words, 13)

@@ -76,7 +76,7 @@ def notice(text: str) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Return text as a `<pre>` element, without blank lines: a blank line would end the HTML block in markdown."""
+    """Return text, escaped, as a `<pre>` element without blank lines: a blank line would end the block in markdown."""
     lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
     body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
     return f"<pre>\n{body}\n</pre>"

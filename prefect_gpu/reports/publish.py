@@ -191,7 +191,7 @@ def cut_values(metadata: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call for the publisher's thread."""
+    """An API call that the publisher's thread makes."""
 
     #: Makes the API call; repeated after a failure.
     call: Callable[[SyncPrefectClient], object]
@@ -471,7 +471,7 @@ def first_line(error: Exception) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether another try could succeed: the error is no refusal of the call by the API."""
+    """Return whether another try could succeed: the API has not refused the call."""
     if isinstance(error, PrefectHTTPStatusError):
         status = error.response.status_code
         return status >= 500 or status in (408, 425, 429)

@@ -175,7 +175,7 @@ class FlowRunReport:
         return json.dumps(found, indent=2)
 
     def to_csv(self) -> str:
-        """Return CSV: a row for each process, a column for each figure. A `'` precedes text like a formula."""
+        """Return CSV: a row for each process, a column for each figure. Text like a formula gets a leading `'`."""
         names = list(dict.fromkeys(name for each in self.processes for name in each.figures))
         rows = [("task_run", "task_run_id", *names)]
         for each in self.processes:
@@ -322,7 +322,7 @@ def correct_address(url: str | None) -> str | None:
 
 
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
-    """Return a flow's last `last` runs that have begun; empty: no flow has that name."""
+    """Return the newest `last` runs of a flow that have begun; empty: no flow has that name."""
     begun = FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
     return client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),

@@ -1,7 +1,4 @@
-"""The console script `prefect-gpu`: its commands, lists of tasks and the simulation of a schedule.
-
-Nothing else in the package imports this folder; benchmarks use `simulation`.
-"""
+"""The console script `prefect-gpu`. No other folder of the package imports this one; benchmarks use `simulation`."""
 
 from prefect_gpu.cli.commands import main
 

@@ -1,9 +1,9 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
-Exit codes: 0; 1 when `doctor` finds a problem, or `check` a tag that was probably meant to be a GPU tag; 2 when an
-argument is wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about past
-flow runs are in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`. Modules that
-import Prefect (a second), a driver or Ray are imported by the functions that need them.
+Exit codes: 0; 1 if `doctor` finds a problem, or `check` a tag that was probably meant as a GPU tag; 2 if an argument is
+wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about past flow runs are
+in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`. Functions import the modules
+that need Prefect (a second), a driver or Ray.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ app = App(
 
 
 def _add(command: Callable[..., Any], name: str, group: App = app) -> None:
-    """Add a command; show the examples of its docstring, which Cyclopts leaves out, below its help."""
+    """Add a command, with the examples of its docstring below its help: Cyclopts itself leaves examples out."""
     _, _, examples = (inspect.getdoc(command) or "").partition("Examples:\n")
     group.command(command, name=name, help_epilogue=f"Examples:\n\n{examples}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. `argv` has the arguments; `None`: those of this process."""
+    """Run one command and return its exit code. `argv`: command and arguments; `None`: from `sys.argv`."""
     tokens = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # As for the output of children: characters outside the terminal's encoding are escaped.
+            # Characters outside the terminal's encoding are escaped, as in the output of child processes.
             stream.reconfigure(errors="backslashreplace")
     if sys.stdout is None:
         return _refuse("the output cannot be written: it is closed")
@@ -97,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = app(tokens)
         if result is not None and not isinstance(result, int):
             print(result)
-        # Flushed here, where its error can be caught.
+        # Flush here, where an error can be caught.
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of the output, such as `head`, has ended.
+        # The program that reads the output, such as `head`, has ended.
         _discard(sys.stdout)
         return 1
     except KeyboardInterrupt:
@@ -122,7 +122,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 
 
 def _refuse(text: str) -> int:
-    """Print an error and return the exit code."""
+    """Print an error to standard error, and return exit code 2."""
     # `print` writes to standard output if there is no standard error.
     if sys.stderr is None:
         return 2
@@ -136,7 +136,7 @@ def _refuse(text: str) -> int:
 
 
 def _discard(stream: TextIO) -> None:
-    """Drop the unwritten output of a stream: Python would flush it again at its end, and fail."""
+    """Drop a stream's unwritten output: at exit Python would flush the stream again, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -174,9 +174,9 @@ def _devices(*, devices: str = "", address: str = "", as_json: AsJson = False) -
     """List the devices as the runner sees them.
 
     Args:
-        address: Of a Ray cluster, whose nodes' devices are listed: auto, host:port, ray://host:10001.
-        devices: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes with commas (default:
-            PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
+        address: Address of a Ray cluster, to list the devices of its nodes: auto, host:port, ray://host:10001.
+        devices: Devices to list: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes separated by commas
+            (default: PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
         as_json: Print JSON, sizes in bytes.
 
     Examples:
@@ -224,13 +224,14 @@ def _status(
     interval: Annotated[float, Parameter(validator=Number(gt=0))] = 1.0,
     as_json: AsJson = False,
 ) -> str | None:
-    """Show the tasks on the devices of this machine, and the waiting tasks with their reasons.
+    """Show the tasks that use devices of this machine, the waiting tasks, and why they wait.
 
-    Tasks of all flows of this machine that share the ledger are shown, and other programs' processes.
+    The tasks are from all flows of this machine that share the ledger, the record of all reservations. Processes of
+    other programs are shown, too.
 
     Args:
-        devices: See `prefect-gpu devices`.
-        watch: Show it again and again, until Ctrl-C.
+        devices: Devices to show; see `prefect-gpu devices`.
+        watch: Repeat the output until Ctrl-C.
         interval: Seconds between two readings, with --watch.
         as_json: Print JSON, sizes in bytes and times in seconds.
 
@@ -257,9 +258,9 @@ def _status(
 
 
 def _doctor(*, as_json: AsJson = False) -> str | int:
-    """Check driver, packages, frameworks, server and limits, and print how to repair them.
+    """Check driver, packages, frameworks, server and limits, and print how to repair problems.
 
-    The exit code is 1 if there is a problem. Each framework that is installed is imported in a process of its own.
+    The exit code is 1 if there is a problem. Each installed framework is imported in a process of its own.
 
     Args:
         as_json: Print JSON.
@@ -281,13 +282,13 @@ def _doctor(*, as_json: AsJson = False) -> str | int:
 
 
 def _check(tags: list[str], /, *, as_json: AsJson = False) -> str | int:
-    """Read tags and print the policy, or what is wrong.
+    """Print the policy that tags define for a GPU task, or the error in the tags.
 
-    The exit code is 1 if a tag is no GPU tag and was probably meant to be one, which is printed to standard error.
+    The exit code is 1 if a tag is no GPU tag but was probably meant as one. The tag is printed to standard error.
 
     Args:
-        tags: One or more, for example "gpu:memory=6GiB".
-        as_json: Print JSON, sizes in bytes and times in seconds; null: the tags do not make it a GPU task.
+        tags: One or more tags, for example "gpu:memory=6GiB".
+        as_json: Print JSON, sizes in bytes and times in seconds; null: a task with these tags is no GPU task.
 
     Examples:
         prefect-gpu check "gpu:memory=6GiB" "gpu:framework=torch"

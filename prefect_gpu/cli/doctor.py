@@ -1,7 +1,7 @@
-"""Check whether a machine is fit for GPU tasks, and say how to repair it: `prefect-gpu doctor`.
+"""The checks of `prefect-gpu doctor`: whether a machine is fit for GPU tasks, and how to repair problems.
 
-Frameworks are checked in processes of their own, side by side: importing one takes seconds and may create a CUDA context,
-which ends with its process. The `judge_…` functions evaluate the answers and are pure.
+Each framework is imported in a process of its own, all at the same time: an import takes seconds, and may create a CUDA
+context, which ends with the process. The `judge_…` functions evaluate measured values and are pure.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
 from prefect_gpu.units import GIB, counted, format_bytes
 
-#: Meaning of a finding: all is well, good to know, or tasks will fail.
+#: Severity of a finding: no problem, information, or a problem that makes tasks fail.
 Level = Literal["ok", "note", "problem"]
 
-#: Seconds in which a framework must report its devices. The first start on a cold disk takes a minute.
+#: Seconds in which a framework must report its devices. The first import from a cold disk takes a minute.
 FRAMEWORK_S = 180.0
 
-#: Least limits for flows of many tasks: about ten open files for each running task, a thread for each waiting task.
+#: Limits that flows of many tasks need: about ten open files for each running task, a thread for each waiting task.
 LEAST_FILES = 1024
 LEAST_PROCESSES = 4096
 
-#: Need of PyTorch's `DataLoader` in `/dev/shm`, in bytes; containers have 64 MiB of it by default.
+#: Bytes of `/dev/shm` that PyTorch's `DataLoader` needs; containers have 64 MiB by default.
 LEAST_SHARED_BYTES = GIB
 
-#: By package: a program that prints its version, the CUDA or ROCm version of the build ("" for a CPU build), and the
-#: number of GPUs it can use.
+#: By package: a program that sets `found` to the package's version, the CUDA or ROCm version of the build ("": a CPU
+#: build), and the number of GPUs that the package can use.
 PROGRAMS: Mapping[str, str] = {
     "torch": """
 import torch
@@ -82,7 +82,7 @@ found = onnxruntime.__version__, "CUDAExecutionProvider" if gpu else "", None
 """,
 }
 
-#: By package: the build to install for NVIDIA GPUs.
+#: By package: how to install the build for NVIDIA GPUs.
 GPU_BUILDS = {
     "torch": "pip install torch (its default build for Linux), or the one that pytorch.org names",
     "tensorflow": 'pip install "tensorflow[and-cuda]"',
@@ -98,20 +98,19 @@ class Finding:
 
     subject: str
     level: Level
-    #: The result, for people.
     text: str
-    #: The repair; empty: none is needed.
+    #: How to repair the problem; empty: no repair is needed.
     fix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A framework's report about its build."""
+    """The build of an installed framework."""
 
     version: str
-    #: CUDA or ROCm version of the build, as in "12.8"; empty: no GPU.
+    #: CUDA or ROCm version of the build, as in "12.8"; empty: a build without GPU support.
     cuda: str
-    #: Number of GPUs that the framework can use; `None`: it does not report one.
+    #: Number of GPUs that the framework can use; `None`: the framework reports no number.
     devices: int | None
 
 
@@ -134,7 +133,7 @@ def examine() -> Iterator[Finding]:
 
 
 def check_driver() -> tuple[list[Finding], int]:
-    """Return the findings about the driver, and the number of GPUs that NVML shows."""
+    """Return the findings about the NVIDIA driver and its GPUs, and the number of working GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with contextlib.closing(NvmlReader(visible)) as reader:
@@ -151,7 +150,7 @@ def check_driver() -> tuple[list[Finding], int]:
 
 
 def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], int]:
-    """Return the findings about GPUs, and the number of working GPUs."""
+    """Return the findings about GPUs, and the number of working GPUs. `visible`: `CUDA_VISIBLE_DEVICES`."""
     working = [each for each in snapshots if not each.error]
     found = []
     if working:
@@ -187,10 +186,7 @@ def _requirements() -> list[str]:
 def check_dependencies(
     requirements: Any, installed: Callable[[str], str | None]
 ) -> Iterator[Finding]:
-    """Yield a finding for each requirement that is missing or of a wrong version.
-
-    `installed` returns the version of a package; `None`: it is not installed.
-    """
+    """Yield the findings about required packages. `installed` returns a package's version; `None`: not installed."""
     wrong = False
     for requirement in map(Requirement, requirements):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -242,7 +238,7 @@ def check_server() -> Iterator[Finding]:
 
 
 def check_ledger() -> Finding:
-    """Return whether the flows of this machine can see each other."""
+    """Return the finding about the ledger, in which flows of this machine see each other's reservations."""
     try:
         HostStore(read_settings().ledger).close()
     except StoreError as error:
@@ -252,7 +248,7 @@ def check_ledger() -> Finding:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Yield the findings about this user's limits."""
+    """Yield the findings about this user's limits and about `/dev/shm`."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     yield judge_limit("open files", files, LEAST_FILES, "ulimit -n 65536")
@@ -263,7 +259,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def judge_limit(what: str, limit: int, least: int, fix: str) -> Finding:
-    """Return the finding about one limit of the user's."""
+    """Return the finding about one limit; flows of many tasks need `least`."""
     unlimited = limit == resource.RLIM_INFINITY
     text = f"{what}: {'no limit' if unlimited else f'{limit:,}'}"
     if unlimited or limit >= least:
@@ -281,8 +277,8 @@ def judge_shared(total_bytes: int) -> Finding:
 
 
 def look_at(framework: str) -> Build | str:
-    """Import a framework in a process of its own; return its build, or why it failed."""
-    # The paths of this command: with `-c` Python searches the current folder first. `-P` needs Python 3.11.
+    """Import a framework in a process of its own; return its build, or the error of the import as text."""
+    # Set the paths of this command: with `-c` Python searches the current folder first, and `-P` needs Python 3.11.
     program = f"""
 import sys
 sys.path[:] = {import_paths()!r}
@@ -307,7 +303,7 @@ print("\\n" + json.dumps(found))
 
 
 def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
-    """Return the finding about a framework, from its build or the error of its import, and the driver's number of GPUs."""
+    """Return the finding about a framework. `build` may be an import's error; `gpus`: number of working GPUs."""
     if isinstance(build, str):
         return Finding(name, "problem", f"cannot be imported: {build}", "see the error")
     if not build.cuda:
@@ -327,7 +323,7 @@ def judge_framework(name: str, build: Build | str, gpus: int) -> Finding:
 
 
 def finding_lines(finding: Finding) -> list[str]:
-    """Return a finding as lines for a terminal."""
+    """Return the lines that show a finding in a terminal."""
     lines = [f"{finding.level:8}{finding.subject:12} {finding.text}"]
     if finding.fix:
         lines.append(f"{'':21}-> {finding.fix}")

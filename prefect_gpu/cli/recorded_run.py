@@ -1,8 +1,8 @@
-"""A past flow run as a list of tasks that `simulation` can replay on other devices.
+"""A past flow run as a list of tasks, which `simulation` replays on other devices.
 
-Each process of a GPU task becomes a task with its memory, duration and predecessors. Tasks without a gpu tag are only the
-time between two GPU tasks. Waits of the flow's own code, as in `future.result()`, are not recorded: a task that was
-submitted after some results counts as submitted because of the last of them, with the same delay.
+Each process of a GPU task becomes a task with the process's memory, duration and predecessors. Tasks without a gpu tag
+become delays between GPU tasks. Waits in the flow's own code, as in `future.result()`, are not recorded: the last result
+before a task's submission counts as its cause, and the delay between the two is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect_gpu.scheduling.model import Request
 
 
 class Measured(NamedTuple):
-    """Measurements of a flow run."""
+    """Measurements of a past flow run, for comparison with its simulation."""
 
     flow_run: str
     flow_run_id: str
@@ -32,10 +32,10 @@ class Measured(NamedTuple):
 
 
 def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
-    """Return one task for each process of a flow run, in the order of their requests, and the run's measurements.
+    """Return a task for each process of a flow run, in the order of requests, and the measurements of the run.
 
     Raises:
-        ReportError: There is no report of a process, or another version published one.
+        ReportError: The run has no report of a process, or another version of prefect_gpu published a report.
     """
     reports = sorted(
         (r for r in run.task_reports if r.devices), key=lambda r: (_asked_at(r), r.attempt)
@@ -52,7 +52,7 @@ def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
 def _list(
     reports: Sequence[TaskReport], submissions: Mapping[UUID, Submission]
 ) -> Iterator[ListedTask]:
-    # A result comes a moment before the end of its process.
+    # Times of results, which come a moment before the end of their processes.
     results = sorted(
         (r.placed_at + r.start_s + r.run_s + r.suspended_s, at) for at, r in enumerate(reports)
     )
@@ -65,7 +65,7 @@ def _list(
         else:
             submission = submissions.get(report.task_run_id, Submission(asked_at, ()))
             before = _before(submission, submissions, last)
-            # The two times may come from different clocks.
+            # The times of submission and request may come from different clocks.
             submitted_at = min(submission.submitted_at, asked_at)
             there = bisect.bisect_right(results, (submitted_at, position))
             before |= next(({at} for _, at in results[:there][::-1] if at < position), set())
@@ -82,16 +82,16 @@ def _list(
             priority=report.priority,
             expected_s=report.held_s,
         )
-        # With predecessors, their ends decide when the task arrives.
+        # The arrival of a task with predecessors depends on their ends only.
         arrival_s = 0.0 if before else asked_at - _asked_at(reports[0])
         lag_s = max(0.0, asked_at - ready_at)
         yield ListedTask(request, report.held_s, arrival_s, tuple(sorted(before)), lag_s)
 
 
 def _memory(report: TaskReport) -> int | None:
-    """Return the memory of a process on each device; `None`: it had its devices to itself."""
+    """Return a process's memory on each device, in bytes; `None`: the process had its devices to itself."""
     if report.budget_source == "probe":
-        # A first run with a cap shared its devices; its budget was the most that it could get.
+        # A first run with a cap shared its devices. Its budget was the most that it could get, so its peak is used.
         peak_bytes = max(1, -(-report.peak_process_bytes // len(report.devices)))
         return None if report.cap_bytes is None else peak_bytes
     smallest = min(device.total_bytes for device in report.devices)
@@ -101,7 +101,7 @@ def _memory(report: TaskReport) -> int | None:
 def _before(
     submission: Submission, submissions: Mapping[UUID, Submission], last: Mapping[UUID, int]
 ) -> set[int]:
-    """Return the processes whose results a task takes, directly or through tasks without a process."""
+    """Return positions of the processes whose results a task takes, directly or through tasks without a process."""
     found, seen, ahead = set[int](), set[UUID](), list(submission.inputs)
     while ahead:
         id_ = ahead.pop()

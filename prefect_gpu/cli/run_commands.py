@@ -1,7 +1,7 @@
 """The commands about past flow runs: `report`, `recommend` and `history`.
 
-This module has the arguments and the output of the commands. `reports.advice` gives the advice, `scheduling.history` the
-histories. Modules that import Prefect, which takes a second, are imported by the functions that need them.
+This module has the arguments and the output of the commands. `reports.advice` computes the advice, `scheduling.history`
+the learned budgets. Functions import the modules that need Prefect, whose import takes a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prefect_gpu.reports.advice import TaskTags
     from prefect_gpu.reports.history import KeptHistory
 
-#: Number of flow runs whose reports are read. Older ones may be of another program.
+#: Number of flow runs whose reports are read. Older runs may be of another program.
 LAST_RUNS = 5
 
 AsJson = Annotated[bool, Parameter("--json")]
@@ -40,13 +40,13 @@ def show_report(
     as_json: AsJson = False,
     as_csv: Annotated[bool, Parameter("--csv")] = False,
 ) -> str | None:
-    """Print the report of a flow run, or write all of its reports to one page.
+    """Print the report of a flow run, or write all reports of the run to one page.
 
     Args:
-        flow_run: Its id or its name; of several runs of one name the last that was started.
-        html: Write one page with all reports and charts to this file, which needs no other.
+        flow_run: Id or name of the flow run; of several runs with one name, the last one started.
+        html: Write an HTML page with all reports and charts to this file. The page needs no other file.
         as_json: Print the figures of all processes as JSON, sizes in bytes and times in seconds.
-        as_csv: Print a row for each process.
+        as_csv: Print CSV, a row for each process.
 
     Examples:
         prefect-gpu report quiet-fox
@@ -75,20 +75,20 @@ def show_report(
 
     console = Console()
     if not console.is_terminal:
-        # Tables of a terminal's width would cut names that another program looks for.
+        # Tables of a terminal's width would cut names for which another program searches.
         return found.to_text().rstrip("\n")
     console.print(TerminalMarkdown(found.to_text()))
     return None
 
 
 def recommend(flow: str, /, *, last: Last = LAST_RUNS, as_json: AsJson = False) -> str:
-    """Print what to write in the gpu:memory tag of each GPU task of a flow.
+    """Print the gpu:memory tag to write for each GPU task of a flow.
 
-    The advice is that of the reports, from all processes of the flow's last runs.
+    The reports have the same advice. Here it is computed from all processes of the flow's last runs.
 
     Args:
-        flow: Name of the flow; or id or name of one flow run, which is then the only one that is read.
-        last: How many of the flow's last runs are read (default: 5).
+        flow: Name of the flow; or id or name of a flow run, to read only that run.
+        last: Number of the flow's last runs to read (default: 5).
         as_json: Print JSON, sizes in bytes.
 
     Examples:
@@ -121,7 +121,7 @@ def _tags_row(tags: TaskTags) -> tuple[str, ...]:
 
 
 def _size(size_bytes: int | None) -> str:
-    # The report of a process that ended at once shows no memory.
+    # The report of a process that ended immediately shows no memory.
     return format_bytes(size_bytes) if size_bytes else "?"
 
 
@@ -144,8 +144,8 @@ def list_histories(
     """List the histories of tasks: a line for each task of a flow, GPU model and set of gpu:learn_by values.
 
     Args:
-        flow: Only tasks of this flow: its name, or the id or name of a flow run.
-        last: How many of the flow's last runs are searched for tasks (default: 5).
+        flow: List only tasks of this flow: name of the flow, or id or name of one of its runs.
+        last: Number of the flow's last runs to search for tasks (default: 5).
         as_json: Print JSON, sizes in bytes and times in seconds.
 
     Examples:
@@ -178,15 +178,15 @@ def reset_histories(
     every: Annotated[bool, Parameter("--all")] = False,
     yes: bool = False,
 ) -> str:
-    """Delete the histories of tasks, so that their next runs learn anew.
+    """Delete the histories of tasks, so that the memory need of these tasks is learned again.
 
-    A Python process that has run a task, such as a notebook's kernel, keeps its own copy until it ends.
+    A Python process that has run a task, such as a notebook's kernel, keeps a copy of the history until its end.
 
     Args:
         tasks: Names of tasks, as `prefect-gpu history list` shows them.
-        flow: Only what was learned in the flow of this name (default: in any flow, and outside flows).
-        every: All tasks, after a question.
-        yes: Do not ask.
+        flow: Delete only histories of the flow with this name (default: of all flows, and of tasks outside flows).
+        every: Delete the histories of all tasks, after a confirmation.
+        yes: Do not ask for confirmation.
 
     Examples:
         prefect-gpu history reset train evaluate

@@ -1,7 +1,7 @@
 """`prefect-gpu simulate`: a list of tasks, or a past flow run, on simulated devices.
 
-This module has the command's arguments and output. `task_list` reads a list, `recorded_run` makes one of a flow run, and
-`simulation` replays it. They are imported when the command runs.
+`task_list` reads a list of tasks, `recorded_run` makes a list from a flow run, and `simulation` replays a list. These
+modules are imported when the command runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prefect_gpu.cli.recorded_run import Measured
     from prefect_gpu.cli.simulation import ListedTask, Outcome, Schedule
 
-#: Lower bounds as text.
+#: Names of the lower bounds of a makespan in the output.
 _BOUNDS = {
     "chain_s": "longest chain",
     "memory_s": "memory",
@@ -35,12 +35,12 @@ _BOUNDS = {
     "places_s": "tasks a device",
 }
 
-#: A source with such an end, or with a folder in it, is a file even if none exists.
+#: A source that has such an ending, or names a folder, is a path, even if no such file exists.
 _FILE_ENDS = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
 
 
 def read_whole(_: object, tokens: Sequence[Token]) -> int:
-    """Return a whole number. Cyclopts itself would round 1.5 to 2."""
+    """Return the whole number in a token. Cyclopts itself would round 1.5 to 2."""
     return whole()(tokens[0].value)
 
 
@@ -62,19 +62,18 @@ def simulate_command(
 ) -> str:
     """Print when and where a list of tasks, or the tasks of a past flow run, would run.
 
-    The tasks are replayed on devices that do not exist, in virtual time, with the scheduling that the
-    runner uses. SOURCE is a file, or the id or name of a flow run whose reports are published: each process then takes the
-    memory and the time that it took. A file is CSV or JSON lines; columns: duration (required), arrival, memory (as in
-    6GiB or 40%; empty: a device to itself), devices, name, priority, exclusive, expected, after (names of tasks,
-    separated by spaces).
+    The tasks are replayed on simulated devices, in virtual time, with the scheduling of the runner. SOURCE is a file, or
+    the id or name of a flow run with published reports: each process takes the same memory and time as in that run. A
+    file is CSV or JSON lines; columns: duration (required), arrival, memory (as in 6GiB or 40%; empty: a device to
+    itself), devices, name, priority, exclusive, expected, after (names of tasks, separated by spaces).
 
     Args:
-        source: List of tasks, or flow run; - reads a list from standard input.
+        source: File with a list of tasks, or a flow run; - reads a list from standard input.
         devices: Simulated devices, as in 4x80GiB.
-        placement: Among devices that fit: the emptiest (spread) or the fullest (pack).
-        no_backfill: First come, first served: no task passes one that is blocked.
-        unknown_durations: The scheduler expects no duration of any task.
-        max_tasks_per_device: Most tasks on a device at a time.
+        placement: Place tasks on the emptiest (spread) or the fullest (pack) of the devices that fit.
+        no_backfill: First come, first served: no task passes a blocked task.
+        unknown_durations: The scheduler knows no expected duration of any task.
+        max_tasks_per_device: Most tasks on one device at a time.
         max_processes: Most tasks at a time.
         tasks: Print a line for each task.
         as_json: Print JSON, sizes in bytes and times in seconds.
@@ -102,7 +101,7 @@ def simulate_command(
     )
     if as_json:
         return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
-    # Names of the tasks that can never run, by the reason.
+    # Names of the tasks that can never run, by reason.
     refusals: dict[str, list[str]] = {}
     for outcome in schedule.tasks:
         if outcome.refusal:

@@ -1,7 +1,7 @@
-"""A list of tasks on simulated devices in virtual time, scheduled by the broker of the runner.
+"""Simulation of a list of tasks on simulated devices, in virtual time, with the broker of the runner.
 
-No process runs and no real clock is read: time jumps from one event to the next. `task_list` reads lists, `recorded_run`
-makes them of flow runs.
+No process runs and no real clock is read: time jumps from one event to the next. `task_list` reads lists from files,
+`recorded_run` makes lists from flow runs.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from prefect_gpu.scheduling.model import Request
 class ListedTask:
     """One task of a list."""
 
-    #: Name, memory and devices of the task. Id, order and time are set at its submission.
+    #: Name, memory and devices of the task. Id, order and time are set at the submission.
     request: Request
     #: Seconds for which the task holds its devices.
     duration_s: float
     #: Earliest submission, in seconds from the beginning.
     arrival_s: float = 0.0
-    #: Positions in the list of the tasks that must end before the submission.
+    #: Positions of the task's predecessors in the list: they must end before the submission.
     after: tuple[int, ...] = ()
-    #: Seconds from the last of these ends, or from the arrival if that is later, to the submission.
+    #: Seconds to the submission from the last end of a predecessor, or from a later arrival.
     lag_s: float = 0.0
 
     @property
@@ -44,7 +44,7 @@ class ListedTask:
         return self.duration_s * self.request.count
 
     def least_bytes(self, size_bytes: int) -> float:
-        """Return the least memory that the task takes of a device of a given size."""
+        """Return the fewest bytes that the task takes on a device of `size_bytes` bytes."""
         memory = self.request.memory
         if self.request.exclusive or not isinstance(memory, (int, float)):
             return size_bytes
@@ -53,7 +53,7 @@ class ListedTask:
 
 @dataclass(slots=True)
 class Outcome:
-    """The result of one task. Times are in seconds from the beginning; `None`: the task never started."""
+    """The simulated run of one task. Times are in seconds from the beginning; `None`: the task never started."""
 
     name: str
     submitted_s: float = 0.0
@@ -63,7 +63,7 @@ class Outcome:
     ended_s: float | None = None
     #: Indices of the task's devices.
     devices: tuple[int, ...] = ()
-    #: Number of times that a later task passed it and may have delayed it.
+    #: Number of times that a later task passed this task and may have delayed it.
     passed: int = 0
     #: Why the task can never run. Empty: it ran.
     refusal: str = ""
@@ -71,17 +71,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The result of a list of tasks."""
+    """The result of the simulation of a list of tasks."""
 
     #: Seconds from the first arrival to the last end. 0: no task ran.
     makespan_s: float
-    #: The largest lower bound of any schedule's duration, and all bounds by name.
+    #: Lower bounds of the makespan of any schedule: the largest bound, and all bounds by name.
     lower_bound_s: float
     bounds: dict[str, float]
     #: Mean and largest seconds from submission to start.
     mean_wait_s: float
     max_wait_s: float
-    #: Reserved fraction of all memory over the makespan.
+    #: Reserved fraction of all devices' memory over the makespan.
     utilisation: float
     #: Results in the order of the list.
     tasks: list[Outcome]
@@ -94,12 +94,12 @@ def simulate(
     max_processes: int | None = None,
     **settings: Any,
 ) -> Schedule:
-    """Return when and where the tasks of a list run.
+    """Return the schedule of a list of tasks on simulated devices.
 
     Args:
-        tasks: Tasks. Several with one arrival are submitted in this order.
-        devices: Simulated devices. The memory of a task includes its context.
-        max_tasks: Most tasks on a device at a time. `None`: as many as fit.
+        tasks: Tasks. Tasks with equal arrivals are submitted in this order. A task's memory includes its context.
+        devices: Simulated devices.
+        max_tasks: Most tasks on one device at a time. `None`: as many as fit.
         max_processes: Most tasks at a time. `None`: any number.
         settings: Further arguments of `Broker`.
     """
@@ -112,7 +112,7 @@ def simulate(
 
 
 class _VirtualClock(RealClock):
-    """A clock that stands still between two events. Nothing waits on it."""
+    """A clock whose time `_Simulation` sets. No thread waits on the clock."""
 
     now_s = 0.0
 
@@ -120,19 +120,19 @@ class _VirtualClock(RealClock):
         return self.now_s
 
 
-#: Kinds of events, in the order in which events of one time are handled: an end frees devices for new requests.
+#: Kinds of events. At equal times ends are handled before arrivals, because they free devices for new requests.
 _END, _ARRIVAL = range(2)
 
 
 class _Simulation:
-    """Submits tasks to a broker, starts and ends their processes, and moves the clock."""
+    """Submits tasks to a broker, starts and ends them, and sets the clock to each event's time."""
 
     def __init__(
         self, tasks: Sequence[ListedTask], devices: SimulatedDevices, settings: dict[str, Any]
     ) -> None:
         self._tasks = tasks
         self._outcomes = [Outcome(task.request.task_name) for task in tasks]
-        #: End of each task in seconds if no task had to wait for a device.
+        #: By position of a task: its end in seconds if no task had to wait for a device.
         self._chain_s: dict[int, float] = {}
         self._waiting: dict[int, Ticket] = {}
         self._running: dict[int, Ticket] = {}
@@ -195,7 +195,7 @@ class _Simulation:
         self._waiting[at] = self._broker.submit(request)
 
     def _follow(self) -> None:
-        """Carry out the broker's decisions."""
+        """Start tasks that the broker has placed, and finish tasks that the broker has refused."""
         for at, ticket in [each for each in self._waiting.items() if each[1].decided]:
             del self._waiting[at]
             if ticket.error is None:
@@ -223,12 +223,12 @@ class _Simulation:
         self._finish(at)
 
     def schedule(self, max_tasks: int | None) -> Schedule:
-        """Return the result. `max_tasks`: the limit for each device; `None`: there is none."""
+        """Return the result of a finished simulation. `max_tasks`: most tasks on one device; `None`: no limit."""
         begin_s = min((task.arrival_s for task in self._tasks), default=0.0)
         span_s = max([begin_s, *(o.ended_s or 0.0 for o in self._outcomes)]) - begin_s
         waits_s = [o.waited_s for o in self._outcomes if o.waited_s is not None] or [0.0]
         ran, sizes = [self._tasks[at] for at in self._chain_s], self._capacities.values()
-        # A device that a task has to itself is at least as large as the smallest.
+        # A task that has a device to itself takes at least the memory of the smallest device.
         small, large = min(sizes), max(sizes)
         byte_s = sum(task.least_bytes(small) * task.device_s for task in ran)
         # No two of these tasks fit on one device.

@@ -1,8 +1,8 @@
-"""The tasks on the devices of this machine, and the waiting requests: `prefect-gpu status`.
+"""The content of `prefect-gpu status`: tasks on the devices of this machine, and waiting requests.
 
-Ledger and devices are read once and not changed. Free memory and reasons of waits come from the brokers' own functions.
-
-    devices, ledger, names of processes -> Found -> machine_status (pure) -> Status -> status_lines, or JSON
+Devices, ledger and names of processes are read once, and not changed, into `Found`. `machine_status` (pure) makes a
+`Status` of `Found`, with free memory and reasons for waiting from the brokers' own functions. `status_lines` makes text
+of the status, `commands` makes JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldBy:
-    """One device of a task, with its budget there and its memory in bytes."""
+    """A task's budget and used memory on one device."""
 
     index: int
     budget_bytes: int
@@ -58,7 +58,7 @@ class TaskStatus:
     """A task that has devices."""
 
     task: str
-    #: Name and id of the task run; empty: no task run.
+    #: Name and id of the task run; empty: there is no task run.
     task_run: str
     task_run_id: str
     #: `runs`, `starts` (the process is not ready yet), or the state of its suspension.
@@ -66,13 +66,13 @@ class TaskStatus:
     devices: tuple[HeldBy, ...]
     #: Seconds since the task got its devices; `None`: unknown.
     seconds: float | None
-    #: Id of the task's process; `None`: no process yet, or its id is of another container.
+    #: Id of the task's process; `None`: no process yet, or a process of another container.
     pid: int | None
-    #: Id of the flow's process; `None`: its id is of another container.
+    #: Id of the flow's process; `None`: a process of another container.
     flow_pid: int | None
     user: str
-    #: `first run`: the need is unknown, and the budget is the most that it may take. `whole device`: the task got all
-    #: free memory of its devices. Empty: it has a budget.
+    #: `first run`: the need is unknown, and the budget is the most that the task may take. `whole device`: the task got
+    #: all free memory of its devices. Empty: the budget is known.
     mark: str = ""
 
 
@@ -82,7 +82,7 @@ class OtherProcess:
 
     pid: int
     index: int
-    #: `None`: the driver reports no figure.
+    #: `None`: the driver does not report the memory of this process.
     used_bytes: int | None
     name: str
     user: str
@@ -90,10 +90,9 @@ class OtherProcess:
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatus:
-    """A waiting task."""
+    """A waiting task. `flow_pid` is `None` if the flow's process is in another container."""
 
     task: str
-    #: Name and id of the task run.
     task_run: str
     task_run_id: str
     priority: int
@@ -113,7 +112,7 @@ class Status:
     #: In the order of the queue.
     waiting: tuple[WaitingStatus, ...]
     others: tuple[OtherProcess, ...]
-    #: A sentence about hidden flows, and the option that shows them. `None`: some flows are shown, or none is hidden.
+    #: Sentence on hidden flows and the option that shows them. `None`: some flows are shown, or no flow is hidden.
     hint: str | None = None
 
 
@@ -124,23 +123,22 @@ class Found:
     snapshots: Sequence[DeviceSnapshot]
     #: Entries of the ledger, by request id.
     entries: Mapping[str, Entry]
-    #: Owners in the ledger, by name.
+    #: Processes of flows that own entries, by the name in `Entry.owner`.
     owners: Mapping[str, Owner]
-    #: Monotonic seconds at which requests got their devices, by request id.
+    #: Monotonic seconds of the placement, by request id.
     placed_s: Mapping[str, float]
-    #: PID namespace of the reader.
+    #: PID namespace of this process: process ids of other namespaces are not shown.
     namespace: str
     #: Bytes of host memory that new processes could use.
     available_bytes: int
     #: Monotonic seconds of the readings.
     now_s: float
-    #: Requested devices.
     spec: DeviceSpec
     #: Returns the name and the user of a process.
     describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
 
     def flow(self, entry: Entry) -> tuple[int | None, str]:
-        """Return the id of the flow's process, `None` if it is of another container, and its user."""
+        """Return id and user of the flow process that owns an entry. The id is `None` for another container."""
         owner = self.owners.get(entry.owner, Owner())
         return owner.pid if owner.namespace == self.namespace else None, owner.user
 
@@ -200,7 +198,7 @@ def _keys(entry: Entry) -> tuple[DeviceKey, ...]:
 def _measure(
     snapshot: DeviceSnapshot, entries: Mapping[str, Entry], namespace: str
 ) -> dict[str, int]:
-    """Return the bytes of each request on a device."""
+    """Return the bytes in use on a device, by request id."""
     key = snapshot.device.key
     roots, stand_ins = {}, {}
     for request_id, entry in entries.items():
@@ -279,7 +277,7 @@ def _waiting(
 
 @contextlib.contextmanager
 def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], Status]]:
-    """Open devices and the ledger in a folder (`None`: the user's); yield a function that reads both.
+    """Open devices and the ledger in a folder (`None`: the user's); yield a function that reads a new status.
 
     Raises:
         DeviceError: There are no such devices, or the ledger cannot be used.
@@ -295,7 +293,7 @@ def open_status(spec: DeviceSpec, folder: Path | None) -> Iterator[Callable[[], 
 
 
 def _read_status(store: HostStore, reader: DeviceReader, spec: DeviceSpec) -> Status:
-    # Removes the entries of processes that are gone.
+    # This call removes the entries of ended processes.
     store.changed()
     entries = {row.request_id: row.entry for row in store.read(0) if row.entry is not None}
     pids = [e.pid for e in entries.values() if e.pid and e.namespace == store.namespace]
@@ -315,7 +313,7 @@ def _read_status(store: HostStore, reader: DeviceReader, spec: DeviceSpec) -> St
 
 
 def _describe(pid: int) -> tuple[str, str]:
-    """Return the name and the user of a process; `?` where the kernel does not say."""
+    """Return the name and the user of a process; `?`: not known."""
     name = user = "?"
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -325,7 +323,7 @@ def _describe(pid: int) -> tuple[str, str]:
 
 
 def status_lines(status: Status) -> list[str]:
-    """Return a status as lines for a terminal."""
+    """Return the lines that show a status in a terminal."""
     lines = table_lines([DEVICE_HEADS, *map(device_row, status.devices)])
     lines += ["", f"{_number(status.tasks, 'task')} on devices"]
     if status.tasks:
@@ -353,7 +351,7 @@ def _number(items: Sequence[Any], *word: str) -> str:
 
 
 def _task_rows(task: TaskStatus) -> list[Row]:
-    """Return a row for each device; common values are in the first row."""
+    """Return a row for each device of a task. Values of the whole task are in the first row only."""
     state = f"{task.state}, {task.mark}" if task.mark else task.state
     first: Row = (task.task_run or task.task, state)
     pids = (_text(task.pid), _text(task.flow_pid))

@@ -1,7 +1,7 @@
-"""`prefect-gpu suspend` and `resume`: a person moves a task's GPU memory to the host and back.
+"""`prefect-gpu suspend` and `resume`: move a task's GPU memory to the host and back.
 
-The wish is written into the ledger of the machine, and holds until `resume` or the task's end. The task's flow carries it
-out and writes its progress there.
+The commands write the wanted state into the ledger of the machine, where a suspension lasts until `resume` or the task's
+end. The task's flow moves the memory, and writes its progress into the ledger.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from prefect_gpu.suspension.suspended import REFUSED
 #: Seconds between two readings of the ledger.
 LOOK_S = 0.1
 
-#: Seconds without progress after which a flow is reported as silent.
+#: Seconds without progress after which a command reports that the flow does not answer.
 SILENT_S = 10.0
 
-#: Fewest characters of an id by which a run is found.
+#: Fewest characters of an id that identify a run.
 SHORTEST_ID = 8
 
 _pause = threading.Event()
 
 
 def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
-    """Return the entries of a run, named as for `suspend`, by request id."""
+    """Return the ledger entries of a flow run or task run, by request id. `run`: see `suspend`."""
 
     def means(entry: Entry) -> bool:
         ids = entry.request.task_run_id, entry.request.flow_run_id
@@ -41,12 +41,12 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
 def suspend(run: str, *, share: bool = False) -> int:
     """Move the GPU memory of a running task to the host, so that its device is free for a while.
 
-    The suspension holds until `prefect-gpu resume`, or the task's end. The freed memory stays reserved, without `--share`.
-    The exit code is 1 if a task is not suspended: it continues, and the reason is printed.
+    The suspension lasts until `prefect-gpu resume`, or the task's end. Without `--share` the freed memory stays reserved.
+    The exit code is 1 if a task is not suspended: the task continues, and the reason is printed.
 
     Args:
-        run: Id of a flow run or a task run, or its first eight characters or more; or the name of a task run.
-        share: Other GPU tasks may use the freed memory. After `resume` the task continues when there is room for it.
+        run: Id of a flow run or task run, or at least the first eight characters of the id; or name of a task run.
+        share: Let other GPU tasks use the freed memory. After `resume` the task continues when there is room for it.
 
     Examples:
         prefect-gpu suspend train-4f1
@@ -56,10 +56,10 @@ def suspend(run: str, *, share: bool = False) -> int:
 
 
 def resume(run: str) -> int:
-    """Move the GPU memory of a suspended task back, as soon as its device has the room.
+    """Move the GPU memory of a suspended task back to its device, as soon as there is room.
 
     Args:
-        run: See `prefect-gpu suspend`.
+        run: Flow run or task run; see `prefect-gpu suspend`.
 
     Examples:
         prefect-gpu resume train-4f1
@@ -87,7 +87,7 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
 
 
 def _follow(ledger: Ledger, request_id: str, name: str, away: bool) -> bool:
-    """Print the progress of a task's suspension or resume until it is done; return whether it succeeded."""
+    """Print the progress of a task's suspension or resume until its end; return whether the move succeeded."""
     told, silent_s = None, 0.0
     while (entry := ledger.running().get(request_id)) is not None:
         state = entry.suspension

@@ -1,8 +1,4 @@
-"""Lists of tasks as CSV or JSON lines, for `prefect-gpu simulate`.
-
-This module reads a list and reports errors by line and column. The columns are in `docs/scheduling.md`. `simulation`
-replays the tasks.
-"""
+"""Reads lists of tasks for `prefect-gpu simulate`: CSV or JSON lines, with the columns in `docs/scheduling.md`."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration
 #: Longest accepted time in seconds: three centuries.
 MOST_SECONDS = 1e10
 
-#: A line: its number, and the columns with their values.
+#: A line of a list: its number, and pairs of column and value.
 Row = tuple[int, Sequence[tuple[str, Any]]]
 
 
@@ -42,7 +38,7 @@ def _yes(text: str) -> bool:
 
 _SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
 
-#: The columns: a function that reads the text, and a description of accepted texts.
+#: By column: the function that reads a cell's text, and the accepted texts in words.
 COLUMNS: Mapping[str, tuple[Callable[[str], Any], str]] = {
     "name": (str, "a name that no other task has"),
     "arrival": (_seconds, _SECONDS),
@@ -64,9 +60,7 @@ class TaskListError(PrefectGPUError):
 
 
 def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
-    """Return the tasks of a list: JSON lines if the first line begins with `{`, else CSV.
-
-    `source` is the name of the file in messages.
+    """Return the tasks of a list: JSON lines if the first line begins with `{`, else CSV. `source`: its name in errors.
 
     Raises:
         TaskListError: The list cannot be read.
@@ -115,7 +109,7 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
 
 
 def _values(row: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return the values of the cells that are not empty, by column."""
+    """Return the values of the cells in a row by column, without empty cells."""
     values = {}
     for column, value in row:
         if column == "after" and isinstance(value, list):
@@ -165,7 +159,7 @@ def _json_rows(lines: list[str], source: str) -> Iterator[Row]:
             continue
         where = f"{source}, line {number}"
         try:
-            # As pairs: `dict` would keep only the last value of a repeated key.
+            # Pairs, because a `dict` would keep only the last value of a repeated key.
             row = json.loads(line, object_pairs_hook=list)
         except ValueError as error:
             column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""

@@ -1,4 +1,4 @@
-"""Output for a terminal: markdown with tables that wrap long names, and a text that is shown again and again."""
+"""Output for a terminal: markdown with tables that wrap long names, and output that is repeated until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class _Cell(TableDataElement):
 
 
 class TerminalMarkdown(Markdown):
-    """Markdown whose table cells wrap words that are longer than the column, where rich cuts them."""
+    """Markdown whose table cells wrap words longer than the column. Rich itself cuts such words."""
 
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "td_open": _Cell}
 
 
 def repeat(show: Callable[[], str], interval_s: float) -> None:
-    """Print the result of `show` every `interval_s` seconds until Ctrl-C, on a terminal always in the same place."""
+    """Print the result of `show` every `interval_s` seconds until Ctrl-C. A terminal shows only the latest result."""
     console, pause = Console(), threading.Event()
     with contextlib.suppress(KeyboardInterrupt):
         if not console.is_terminal:

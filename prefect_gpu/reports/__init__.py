@@ -1,6 +1,6 @@
-"""Reports of processes and flow runs, and the histories of tasks.
+"""Reports on the memory of task processes and flow runs, and the histories from which budgets are learned.
 
-Values are in `model`, text and images in `markdown`, `advice` and `timeline`; `publish` sends them to Prefect's API,
-`events` names Prefect's events, `history` keeps the memory needs of past runs. Nothing here measures memory or decides
-about a task. `runner` imports it.
+`model` has the values; `markdown`, `advice` and `timeline` make text and images; `publish` sends reports to Prefect's
+API; `events` defines Prefect events; `history` stores the memory of past runs. Measuring and scheduling are elsewhere.
+`runner`, `engine` and `cli` import this folder.
 """

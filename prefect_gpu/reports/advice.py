@@ -1,7 +1,7 @@
-"""Advice for the next run of a task, from the reports of its processes.
+"""Advice for the next run of a task, from the reports of its processes: sentences, and sizes for `gpu:memory` tags.
 
-`advise` covers one process, `tag_advice` the tag of a task run, `task_tags` the tags of a flow's tasks. Budgets of
-tasks without a tag are computed in `scheduling.history`, retries after an out-of-memory in `scheduling.ladder`.
+`advise` is about one process, `tag_advice` about the tag of a task run, `task_tags` about the tags of a flow's tasks.
+`scheduling.history` computes budgets of tasks without a tag, `scheduling.ladder` retries after an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -35,27 +35,26 @@ from prefect_gpu.units import (
     size_in_tag,
 )
 
-#: Smallest unused memory of an allocator that is reported, in bytes and as a fraction of its memory. Less is the
-#: rounding of segments, which every training has.
+#: Smallest unused memory of an allocator that is reported, in bytes and as a fraction. Less is rounding of segments.
 FRAGMENTED_BYTES = 256 * MIB
 FRAGMENTED_FRACTION = 0.15
 
-#: Smallest growth that is reported as a leak: bytes a step, number of steps, and their sum as a fraction of the peak.
-#: Numbers that a training keeps are far smaller, graphs far larger.
+#: Smallest leak that is reported: bytes a step, number of steps, growth as a fraction of the peak. Numbers that a
+#: training collects are far smaller, autograd graphs far larger.
 LEAK_STEP_BYTES = MIB
 LEAK_STEPS = 4
 LEAK_FRACTION = 0.02
 
-#: From this fraction of a device on, a budget counts as the whole device: driver and headroom keep the rest.
+#: A budget from this fraction of a device on counts as the whole device: driver and headroom take the rest.
 WHOLE_FRACTION = 0.95
 
-#: A budget within this fraction of the advised one is kept.
+#: A budget that differs from the advised size by at most this fraction needs no change.
 NEAR_FRACTION = 0.1
 
-#: Text in place of a tag if no size helps.
+#: Text in place of a tag if no device has enough memory.
 NO_TAG_HELPS = "no tag helps: it must take less"
 
-#: Advice by the cause of an out-of-memory error, with the used memory as `{used}`.
+#: Advice by the cause of an out-of-memory error; `{used}` is replaced by the used memory as text.
 _CAUSES: Mapping[str, str] = {
     "foreign": (
         "Processes outside prefect_gpu took the memory that was reserved for it; {used}. A larger "
@@ -86,13 +85,10 @@ _TAKE_LESS = (
 
 
 def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
-    """Return sentences in markdown that help the next process, most useful first.
-
-    `tag` is the `tag_advice` of the task run.
-    """
+    """Return advice for the next process as markdown sentences, most useful first. `tag`: from `tag_advice`."""
     found = [_cause(report, tag)]
     if report.cause == "own_cap" or (report.outcome == "oom" and report.cause in ("", "crowded")):
-        # After other causes a smaller need would not have helped: other processes took the memory.
+        # After other causes a smaller need would not have helped: other processes had taken the memory.
         found += [_fragmentation(report), _leak(report), _TAKE_LESS]
     else:
         found += [_overshoot(report), _leak(report), _pinched(report, tag)]
@@ -128,7 +124,7 @@ def _own_cap(report: TaskReport, tag: TagAdvice | None) -> str:
 
 def _fragmentation(report: TaskReport) -> str:
     held = report.peak_reserved_bytes
-    # Only the live peak counts: at other moments unused memory is a cache for the next allocations.
+    # Unused memory counts only at the peak of live memory: at other times it is a cache for later allocations.
     readings = [
         (sample.live_bytes, sample.reserved_bytes - sample.live_bytes)
         for sample in report.samples
@@ -167,7 +163,7 @@ def _leak(report: TaskReport) -> str:
 
 
 def _allowed_bytes(report: TaskReport) -> int:
-    """Return the bytes that frameworks could allocate on all devices together."""
+    """Return the bytes that the process's frameworks were allowed to allocate on all devices together."""
     if report.cap_bytes is not None:
         return report.cap_bytes * max(1, len(report.devices))
     return report.budget_total_bytes - report.context_bytes
@@ -208,7 +204,7 @@ def _pinched(report: TaskReport, tag: TagAdvice | None) -> str:
 
 
 def _is_pinched(report: TaskReport) -> bool:
-    """Return whether a cap made the allocator of a completed process give up its cache."""
+    """Return whether a completed process was slowed down by its cap: its allocator had to free its cache."""
     return _had_retries(report) and report.cap_bytes is not None and report.outcome == "completed"
 
 
@@ -222,33 +218,33 @@ def _uses_torch(report: TaskReport) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TagAdvice:
-    """A `gpu:memory` tag to write for a task."""
+    """Advice on the `gpu:memory` tag of a task."""
 
-    #: Bytes on each device; `None`: no size helps or is known.
+    #: Advised bytes on each device; `None`: no size is enough, or none is known.
     size_bytes: int | None
-    #: In markdown: a tag, a bound, or the text that no tag helps. Empty: nothing is known.
+    #: In markdown: the tag, a lower bound, or `NO_TAG_HELPS`. Empty: nothing is known.
     write: str
-    #: Measurement behind the size, as text.
+    #: Measurement from which the size was computed, as text.
     why: str
-    #: The present budget is near enough.
+    #: The present budget needs no change.
     fits: bool
-    #: Kind of the devices on which memory was measured.
+    #: Kind of the devices on which the memory was measured.
     device_kind: DeviceKind
 
     @property
     def rank(self) -> float:
-        """Sort key: the advice with the largest need is last."""
+        """Sort key: the advised bytes; infinite if there is no size."""
         return math.inf if self.size_bytes is None else self.size_bytes
 
     @property
     def write_words(self) -> str:
-        """The tag in markdown, with the kind of devices unless these are GPUs: the tag is for them only."""
+        """`write`, with the kind of devices if these are no GPUs: a size is valid only on devices of its kind."""
         return self.write if self.size_bytes is None else self.write + ONLY_ON[self.device_kind]
 
 
 def tag_advice(processes: Sequence[TaskReport]) -> TagAdvice | None:
-    """Return the tag for a task run from all its processes so far; `None`: its need is not known."""
-    # The same runs as in a flow's report.
+    """Return the advised tag from all processes of one task run so far; `None`: the memory need is not known."""
+    # The same selection of processes as in a flow's report.
     processes = [report for kept in _by_history(processes) for report in kept]
     lesson, why = teach(processes)
     given = _most_bytes(processes)
@@ -295,34 +291,34 @@ class TaskTags(TagAdvice):
     """Advice on the tag of one task, for one set of its `gpu:learn_by` values and one kind of devices."""
 
     task_name: str
-    #: The `gpu:learn_by` values in words, or their digest. Empty: none are named.
+    #: The `gpu:learn_by` values in words, or their digest. Empty: the task has no such tag.
     learn_by: str
     #: Number of task runs with measured memory, on which the advice is based.
     runs: int
     #: Peak bytes of one process on a device.
     peak_bytes: int
-    #: Smallest and largest budget on each device, in bytes, in its newest flow run.
+    #: The task's smallest and largest budget in its newest flow run, in bytes of each device.
     budgets_bytes: tuple[int, int]
     #: Sources of these budgets: "tag", "learned" and "probe".
     budget_sources: tuple[str, ...]
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes of each device that the tag frees, below 0 if the tag needs more; `None`: no tag."""
+        """Largest budget less advised bytes, on each device; negative: the tag is larger; `None`: no size is advised."""
         return None if self.size_bytes is None else self.budgets_bytes[1] - self.size_bytes
 
     @property
     def budget_words(self) -> str:
-        """The budgets and their sources."""
+        """The present budgets and their sources as text: `4GiB to 6GiB, learned`."""
         least, most = map(format_bytes, self.budgets_bytes)
         sizes = least if self.budgets_bytes[0] == self.budgets_bytes[1] else f"{least} to {most}"
         return f"{sizes}, {', '.join(self.budget_sources)}"
 
 
 def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
-    """Return the advice on each task's tag, by the task run with the largest need, from one or several flow runs.
+    """Return advice on the tag of each task of one or several flow runs, from the task run with the largest need.
 
-    Sets of `gpu:learn_by` values and kinds of devices are separate.
+    Each set of `gpu:learn_by` values and each kind of devices has an entry of its own.
     """
     by_task: dict[tuple[str, ...], list[TaskReport]] = {}
     for report in reports:
@@ -332,7 +328,7 @@ def task_tags(reports: Iterable[TaskReport]) -> list[TaskTags]:
 
 
 def tags_table(tags: Sequence[TaskTags]) -> str:
-    """Return a table of the tags to change, or the text that none needs a change."""
+    """Return a markdown table of the tags to change, or a sentence if no tag needs a change."""
     rows = [
         (_named(each), each.budget_words, each.write_words, each.why)
         for each in tags
@@ -400,7 +396,7 @@ def _peak_on_a_device(report: TaskReport) -> int:
 
 
 def _may_stay(report: TaskReport, size_bytes: float) -> bool:
-    """Return whether a process's budget needs no advice: it is near the advised size, or it is a smaller tag that sufficed."""
+    """Return whether a process's budget needs no change: it is near the advised size, or a smaller tag was enough."""
     if report.budget_source == "probe" or report.cause == "own_cap":
         return False
     if abs(report.budget_bytes - size_bytes) <= NEAR_FRACTION * size_bytes:
@@ -412,18 +408,15 @@ def _may_stay(report: TaskReport, size_bytes: float) -> bool:
     return report.budget_bytes <= size_bytes and not short
 
 
-# -- sizes ---------------------------------------------------------------------------------------
-
-
 def teach(reports: Sequence[TaskReport]) -> tuple[LearnedBudget | None, str]:
-    """Learn a budget from a task's processes: the largest lesson of its histories, and why. `None`: none completed."""
+    """Return the largest budget learned from a task's histories, with its reason; `None`: no process completed."""
     lessons = []
     for group in _by_history(reports):
         # A body that ended before its memory was read shows nothing.
         runs = [run for report in group if _was_seen(run := past_run(report))]
         if not runs or learn(runs) is None:
             continue
-        # A tag must also hold the memory of a run that failed for another reason.
+        # A tag must also be large enough for a run that failed for another reason: the run counts as completed.
         lesson = learn(r if r.outcome == "oom" else replace(r, outcome="completed") for r in runs)
         if lesson is not None and lesson.need_bytes:
             lessons.append((lesson, _because(lesson, runs)))
@@ -443,8 +436,8 @@ def _by_history(reports: Sequence[TaskReport]) -> list[list[TaskReport]]:
 
 
 def _without_probes(group: list[TaskReport]) -> list[TaskReport]:
-    # On an empty device a probe takes up to 2.7 times the task's need (ResNet-50 on an H200). A probe without
-    # evidence of steps counts only if no other run completed.
+    # On an empty device a probe (a first run) takes up to 2.7 times the task's need (ResNet-50 on an H200). A probe
+    # without evidence of steps counts only if no other run completed.
     if all(r.budget_source == "probe" for r in group if r.outcome == "completed"):
         return group
     return [r for r in group if r.budget_source != "probe" or _is_steady(r)]
@@ -488,17 +481,17 @@ def _with_margin(size_bytes: int, growth: float) -> str:
 
 
 def _after_oom_bytes(report: TaskReport) -> int:
-    """Return the budget to ask for after a process reached its cap, as `scheduling.ladder` does."""
+    """Return the bytes to request after a process ran out of memory at its cap, by the rule of `scheduling.ladder`."""
     wanted = int((report.wanted_bytes or 0) * WANTED_FACTOR)
     return max(int(report.budget_bytes * OOM_FACTOR), wanted)
 
 
 def _asked_bytes(lesson: LearnedBudget) -> int:
-    """Return the tag's bytes by the printed formula. A lesson's bytes are rounded up to `ROUND_BYTES`."""
+    """Return the learned need without its rounding up to `ROUND_BYTES`, so that a tag agrees with the printed sum."""
     return max(1, lesson.need_bytes - ROUND_BYTES + 1)
 
 
 def _most_bytes(reports: Iterable[TaskReport]) -> int | None:
-    """Return the largest possible budget on a device; `None`: no report has a device."""
+    """Return the largest possible budget on one device, in bytes; `None`: no report has a device."""
     sizes = (report.most_bytes for report in reports)
     return max((size for size in sizes if size is not None), default=None)

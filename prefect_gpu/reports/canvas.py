@@ -1,7 +1,4 @@
-"""A drawing surface for charts: shapes in pixels, text that cannot break out of the SVG, axis steps.
-
-`drawsvg` writes the SVG and escapes text, but not attributes, which never contain a user's text.
-"""
+"""SVG charts: shapes in pixels, text, axis steps. `drawsvg` escapes text, not attributes: they have no user's text."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ GRID = "#e5e7eb"
 PAPER = "#ffffff"
 #: Colours of frames, background areas, the line of live memory, and budgets.
 FRAME, SHADE, LIVE, BUDGET = "#d1d5db", "#f3f4f6", "#0f766e", "#b45309"
-#: Colours that replace them where the page around an image prefers a dark scheme.
+#: Colours in place of those above if the page around an image prefers a dark scheme.
 _DARK = {
     INK: "#e5e7eb",
     MUTED: "#9ca3af",
@@ -40,7 +37,6 @@ FONT = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans
 #: Zero-width characters that join letters and emoji, without effect on other text.
 _JOINERS = "\u200c\u200d"
 
-#: A point in pixels.
 _Point: TypeAlias = tuple[float, float]
 
 _NICE_SECONDS = (
@@ -62,13 +58,13 @@ def clean(text: str) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """Return the width of text in pixels: a generous estimate, because fonts differ."""
+    """Return a text's estimated width in pixels, rather too large than too small, because fonts differ."""
     wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
     return size * (0.58 * (len(text) - wide) + 1.05 * wide)
 
 
 def shorten(text: str, width: float, size: float) -> str:
-    """Return text cut to `width` pixels with an ellipsis, or empty text if four letters do not fit."""
+    """Return text cut to `width` pixels with an ellipsis; empty: fewer than four letters fit. `size`: font size."""
     if text_width(text, size) <= width:
         return text
     while text and text_width(text + "…", size) > width:
@@ -89,7 +85,7 @@ def time_ticks(end_s: float, steps: int = 6) -> list[tuple[float, str]]:
     """Return about `steps` round times from 0 to `end_s`, each with its label."""
     rough = end_s / steps
     step = next((s for s in _NICE_SECONDS if s >= rough * 0.999), _NICE_SECONDS[-1])
-    # The last step is four weeks: a task of years also has few labels.
+    # The longest step is four weeks. Multiples of it give few labels to a task of years, too.
     step *= max(1, math.ceil(end_s / step / (2 * steps)))
     return [(i * step, time_label(i * step)) for i in range(int(end_s / step + 1e-9) + 1)]
 
@@ -111,7 +107,7 @@ def _nice_number(rough: float) -> float:
 
 
 class Canvas:
-    """SVG image with its own background, which is dark if the page around it prefers a dark scheme."""
+    """An SVG image whose background is dark if the page around the image prefers a dark scheme."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self._drawing = drawsvg.Drawing(width, height, font_family=FONT)
@@ -133,7 +129,7 @@ class Canvas:
         dash: str | None = None,
         title: str = "",
     ) -> None:
-        """Draw a rectangle. A browser shows `title` under the pointer."""
+        """Draw a rectangle. A browser shows `title` as a tooltip."""
         style = {"fill": fill, "fill_opacity": opacity, "stroke": stroke, "stroke_dasharray": dash}
         shape = drawsvg.Rectangle(*_round(x, y, width, height), **style, rx=radius)
         if title:
@@ -149,7 +145,7 @@ class Canvas:
         self._drawing.append(path)
 
     def area(self, points: Sequence[_Point], fill: str, opacity: float) -> None:
-        """Fill the area inside the points."""
+        """Draw a filled polygon with the points as corners."""
         self._drawing.append(drawsvg.Path(_path(points), fill=fill, fill_opacity=opacity))
 
     def dot(self, x: float, y: float, fill: str) -> None:
@@ -169,7 +165,7 @@ class Canvas:
         bold: bool = False,
         halo: bool = False,
     ) -> None:
-        """Write text with its baseline at `y`. With `halo` it stays legible over lines."""
+        """Write text with its baseline at `y`. A halo in the background colour keeps text legible over lines."""
         style = {"fill": fill, "text_anchor": anchor, "font_weight": 600 if bold else None}
         if halo:
             style |= {"stroke": PAPER, "stroke_width": 4, "stroke_linejoin": "round"}
@@ -177,7 +173,7 @@ class Canvas:
         self._drawing.append(drawsvg.Text(clean(text), size, *_round(x, y), **style))
 
     def legend(self, entries: Iterable[tuple[str, str, float]], y: float) -> None:
-        """Draw coloured squares with words around height `y`, as many as fit. An entry is words, colour and opacity."""
+        """Draw entries (words, colour, opacity) as squares with words in a row at `y`; count the entries left out."""
         x, left = 20.0, list(entries)
         for at, (words, colour, opacity) in enumerate(left):
             width = 22 + text_width(words, 13)

@@ -1,7 +1,4 @@
-"""Names, labels and payloads of the Prefect events of GPU task runs and devices, as values; `engine` emits them.
-
-Prefect's automations compare labels, not payloads.
-"""
+"""Prefect events of GPU task runs and devices, as values. `engine` emits events; automations compare only labels."""
 
 from __future__ import annotations
 
@@ -25,21 +22,21 @@ TEXT_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class GPUEvent:
-    """The content of one event."""
+    """The content of one Prefect event."""
 
     name: str
-    #: Devices of the process, or the device of the event.
+    #: Devices of the process, or the device that fails.
     devices: tuple[Device, ...]
-    #: Sizes are in bytes and end in `_bytes`. `None`: not known, or there is none.
+    #: Names of sizes in bytes end in `_bytes`. `None`: not known, or there is none.
     payload: Mapping[str, object]
-    #: Further labels of its resource.
+    #: Labels of the event's resource in addition to its usual labels.
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def placed_event(
     placement: Placement, source: BudgetSource, attempt: int, waited_s: float
 ) -> GPUEvent:
-    """Return the event of a placed process: attempt number from 1, and seconds of waiting for the devices."""
+    """Return the event of a placed process. `attempt` counts from 1; `waited_s` is the wait for the devices."""
     payload = {
         "attempt": attempt,
         "devices": _described(placement.devices),
@@ -51,7 +48,7 @@ def placed_event(
 
 
 def ended_events(report: TaskReport) -> list[GPUEvent]:
-    """Return the events of a process that has ended; most processes have none."""
+    """Return the events of an ended process: out of memory, leaked memory, or (mostly) none."""
     about = {**figures_of(report, "attempt"), "devices": _described(report.devices)}
     events = []
     if report.outcome == "oom" or report.cause == "host":
@@ -74,13 +71,13 @@ def ended_events(report: TaskReport) -> list[GPUEvent]:
 
 
 def set_aside_event(device: Device, why: str) -> GPUEvent:
-    """Return the event of a device that does not work, with the driver's reason `why`."""
+    """Return the event of a device that is no longer used because it fails; `why` is the driver's reason."""
     payload = {"devices": _described([device]), "reason": why[:TEXT_LIMIT]}
     return GPUEvent(SET_ASIDE, (device,), payload)
 
 
 def device_resource(device: Device) -> dict[str, str]:
-    """Return a device as a resource of Prefect."""
+    """Return the labels of a device as a resource of a Prefect event."""
     return {
         "prefect.resource.id": f"prefect-gpu.device.{device.uuid}",
         "prefect.resource.name": device.name,

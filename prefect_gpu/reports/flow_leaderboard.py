@@ -30,23 +30,20 @@ def publish_leaderboard(
     key: str | None = None,
     smaller_is_better: bool = False,
 ) -> UUID:
-    """Publish task runs ordered by a metric, with their times and memory.
+    """Publish an artifact that lists task runs ordered by a metric, with their times and memory; return its id.
 
-    Call it in the flow. It waits until the task runs have ended. A task run that failed, was cached, or did not report
-    the metric is listed without a place.
+    Call this function inside the flow. It waits until the task runs have ended. A task run that failed, was cached, or
+    did not report the metric comes last, without a value.
 
     Args:
-        rows: Futures of GPU tasks, whose bodies call `report_metric`, or rows made by hand.
-        metric: Name of the metric that they are ordered by.
-        key: Of the artifact: lower-case letters, digits and dashes. `None`: `gpu-leaderboard-` and the flow's name.
-        smaller_is_better: As for a loss.
-
-    Returns:
-        The id of the artifact.
+        rows: Futures of GPU tasks whose bodies call `report_metric`, or rows with values of your own.
+        metric: Name of the metric.
+        key: Key of the artifact: lower-case letters, digits, dashes. `None`: `gpu-leaderboard-` and the flow's name.
+        smaller_is_better: The smallest value is the best, as for a loss.
 
     Raises:
-        ReportError: It is not called in a flow with a `GPUTaskRunner`, or an entry of `rows` is neither a row nor a future
-            of this runner's GPU tasks.
+        ReportError: The call is not in a flow with a `GPUTaskRunner`, or an entry of `rows` is neither a row nor a
+            future of this runner's GPU tasks.
     """
     context = FlowRunContext.get()
     active: Any = getattr(getattr(context, "task_runner", None), "_run", None)
@@ -107,7 +104,7 @@ def _row_without_process(future: PrefectFuture[Any]) -> LeaderboardRow:
             "accepted: futures of GPU tasks and LeaderboardRow"
         )
     name = str(future.task_run_id)
-    # The server has a task run a moment after the flow.
+    # The server gets a task run a moment later than the flow has its future.
     with contextlib.suppress(ObjectNotFound), get_client(sync_client=True) as client:
         name = client.read_task_run(future.task_run_id).name
     why = "" if state.is_completed() else f": {state.message}"

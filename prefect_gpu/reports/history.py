@@ -1,9 +1,9 @@
-"""Histories of tasks, kept in memory or as Prefect artifacts that outlive the process.
+"""Stores of the histories of tasks: in memory, or as Prefect artifacts that outlive the process.
 
-Both stores implement `scheduling.history.HistoryStore`, where budgets are learned. The thread of `publish` writes.
-
-Each run is one version of the history's artifact, with the run's numbers as metadata and a page about the last runs as
-text. Versions never change, so hosts that run the same task at the same time lose no runs.
+Both stores implement `scheduling.history.HistoryStore`; budgets are learned in `scheduling.history`. Artifacts are
+written by the thread of `publish`. Each run is one version of the history's artifact, with the run's numbers as
+metadata and a page about the last runs as text. Versions never change, so hosts that run the same task at the same time
+lose no runs.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 HISTORY_PREFIX = "gpu-history"
 
-#: Version of the metadata. It rises when a field changes its meaning. 2: a history is of one flow.
+#: Version of the metadata, raised when a field changes its meaning. 2: each flow has its own histories.
 SCHEMA = "2"
 
-#: Seconds for one reading, and number of tries. A task waits for it. An answer takes 5 ms (Prefect 3.8.8); the second
-#: try is for a connection that was closed in the meantime.
+#: Timeout in seconds of one reading, for which a task waits, and number of tries. An answer takes 5 ms (Prefect 3.8.8);
+#: the second try is for a connection that was closed in the meantime.
 READ_TIMEOUT_S = 10.0
 READ_TRIES = 2
 
-#: Seconds without calls after an API did not answer.
+#: Seconds without further calls after the API did not answer.
 AWAY_S = 60.0
 
 #: Runs of one history that may wait to be written; older runs are dropped. Only `KEPT_RUNS` are ever read.
@@ -73,18 +73,18 @@ class MemoryHistory:
         self._runs: dict[HistoryKey, tuple[PastRun, ...]] = {}
 
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
-        """See `HistoryStore.runs`."""
+        """Return the last runs of a history, newest first; see `HistoryStore.runs`."""
         with self._lock:
             return self._runs.get(key, ())
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
-        """See `HistoryStore.add`."""
+        """Store a run; see `HistoryStore.add`."""
         self.put(key, run)
 
     def put(
         self, key: HistoryKey, *newer: PastRun, older: Sequence[PastRun] = ()
     ) -> tuple[PastRun, ...]:
-        """Add newer and older runs to the kept runs, each run once; return the kept runs."""
+        """Add newer runs, and older runs that are not stored yet; return the stored runs, at most `KEPT_RUNS`."""
         with self._lock:
             kept = (*newer, *self._runs.get(key, ()))
             self._runs[key] = kept = (*kept, *(run for run in older if run not in kept))[:KEPT_RUNS]
@@ -94,8 +94,8 @@ class MemoryHistory:
 class PrefectHistory:
     """A history store of artifact versions in Prefect's API. Safe to use from several threads.
 
-    A history is read from the API once, under the settings that were active when the store was created. Later runs of
-    other processes are not seen. The publisher writes runs of this process.
+    A history is read from the API once, under the Prefect settings of the store's creation, so later runs of other
+    processes are not seen. The publisher writes the runs of this process.
     """
 
     def __init__(
@@ -109,22 +109,21 @@ class PrefectHistory:
         self._publisher = publisher
         self._clock = clock or RealClock()
         self._settings = get_settings_context()
-        #: All runs known to this process.
         self._known = MemoryHistory()
         #: Guards the attributes below. Held for moments only.
         self._lock = threading.Lock()
-        #: By history: held while a thread reads it from the API. Other readers wait.
+        #: Locks by history: a thread that reads a history from the API holds its lock, and other readers wait.
         self._reading: dict[HistoryKey, threading.Lock] = {}
-        #: Histories that were read.
+        #: Histories already read from the API.
         self._is_read: set[HistoryKey] = set()
         self._away_until_s = -math.inf
         self._away_because = ""
 
     def runs(self, key: HistoryKey) -> Sequence[PastRun]:
-        """See `HistoryStore.runs`.
+        """Return the last runs of a history, newest first; see `HistoryStore.runs`.
 
-        Without an answer of the API, return the runs of this process. If there are none, raise the error, and raise it
-        again without a call for `AWAY_S` seconds.
+        Without an answer of the API, return this process's runs. If there are none, raise `OSError`, for `AWAY_S`
+        seconds without another call.
         """
         with self._lock:
             reading = self._reading.setdefault(key, threading.Lock())
@@ -139,7 +138,7 @@ class PrefectHistory:
         return self._known.runs(key)
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
-        """See `HistoryStore.add`."""
+        """Store a run in memory, and let the publisher write it; see `HistoryStore.add`."""
         version, runs = uuid4().hex, self._known.put(key, run)
         self._publisher.put(
             lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
@@ -184,9 +183,9 @@ def history_artifact_key(key: HistoryKey) -> str:
 def publish_run(
     key: HistoryKey, version: str, runs: Sequence[PastRun], client: SyncPrefectClient
 ) -> None:
-    """Create the version of a history's artifact that keeps the newest of `runs`.
+    """Create a version of a history's artifact for the newest run, `runs[0]`, with a page about all `runs`.
 
-    `version` identifies the run: a run that is published twice counts once. Any error of the client is raised.
+    `version` identifies the run, so a run that is published twice counts once. Errors of the client are raised.
     """
     # `learn_by` is published even if empty.
     texts = {"schema": SCHEMA, "version": version, "learn_by": key.learn_by}
@@ -204,7 +203,7 @@ def publish_run(
 
 @dataclass(frozen=True, slots=True)
 class KeptHistory:
-    """A history in the API."""
+    """A task's history as read from the API."""
 
     artifact_key: str
     key: HistoryKey
@@ -215,9 +214,9 @@ class KeptHistory:
 def read_histories(
     client: SyncPrefectClient, tasks: Container[tuple[str | None, str, str]] | None = None
 ) -> list[KeptHistory]:
-    """Return the readable histories in the API, ordered by task. Any error of the client is raised.
+    """Return the readable histories in the API, ordered by task name. Errors of the client are raised.
 
-    `tasks` has the names of flows, tasks and functions whose histories are read; `None`: all.
+    `tasks` selects histories by the names of flow, task and function; `None`: all histories.
     """
     found: list[KeptHistory] = []
     asked = {"artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}}}
@@ -240,12 +239,12 @@ def read_histories(
 
 
 def delete_history(key: str, client: SyncPrefectClient) -> int:
-    """Delete all versions of the history with an artifact key; return the number of its runs.
+    """Delete all versions of the history with the artifact key `key`; return the number of deleted runs.
 
-    Any error of the client is raised. Versions that were deleted before it stay deleted.
+    Errors of the client are raised; versions that were deleted before an error stay deleted.
     """
     asked = {"artifacts": {"key": {"any_": [key]}}}
-    # All are read before the first is deleted, which moves the others to earlier pages.
+    # All pages are read first: a deletion moves other versions to earlier pages.
     versions = list(read_pages(client, "artifacts", asked, timeout=READ_TIMEOUT_S))
     deleted = 0
     for artifact in versions:
@@ -257,7 +256,7 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
 
 
 def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
-    """Return the last `KEPT_RUNS` readable runs of the history with an artifact key, newest first."""
+    """Return the last `KEPT_RUNS` readable runs of the history with the artifact key `key`, newest first."""
     # The synchronous `client.read_artifacts` sends null for each filter that is not given, which the API refuses
     # (Prefect 3.8.8), and has no timeout.
     only = {"artifacts": {"key": {"any_": [key]}}}
@@ -287,7 +286,7 @@ def _size(size_bytes: int | None) -> str:
     return "–" if size_bytes is None else format_bytes(size_bytes)
 
 
-#: Columns of a history's page: head, and words of a run.
+#: Columns of the table on a history's page: heading, and function that returns a run's cell.
 _COLUMNS: Mapping[str, Callable[[PastRun], str]] = {
     "ended (UTC)": lambda run: _time(run.ended_at),
     "outcome": lambda run: OUTCOME_WORDS.get(run.outcome) or escape(run.outcome),
@@ -312,7 +311,7 @@ _LEGEND = (
 
 
 def history_markdown(key: HistoryKey, runs: Sequence[PastRun]) -> str:
-    """Return the page of one history, whose `runs` are newest first."""
+    """Return the page about one history in markdown; `runs` are newest first."""
     within = "outside a flow" if key.flow_name is None else f"in flow {escape(key.flow_name)}"
     about = f"Task {escape(key.task_name)} {within}, on {escape(key.device_name)}"
     if key.learn_by:

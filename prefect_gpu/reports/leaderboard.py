@@ -1,4 +1,4 @@
-"""Rank task runs by result, time and memory, as text. Pure. `flow_leaderboard` makes the rows and publishes it."""
+"""Leaderboard of task runs: order by a metric, text in markdown. Pure. `flow_leaderboard` makes and publishes rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prefect_gpu.reports.canvas import GRID, INK, MUTED, Canvas, byte_ticks, sho
 from prefect_gpu.reports.markup import escape, image, table
 from prefect_gpu.units import format_bytes, format_seconds
 
-#: Rows that the plot and the table show.
+#: Most rows in the plot and in the table.
 MOST_ROWS = 200
 
 #: Size of the plot and its left, right, top and bottom margins, in pixels.
@@ -24,14 +24,14 @@ _LARGEST = 1e300
 
 @dataclass(frozen=True, slots=True)
 class LeaderboardRow:
-    """An entry of a leaderboard."""
+    """One task run in a leaderboard."""
 
     name: str
     #: Value of the metric; `None`: the run has none.
     value: float | None
-    #: Run time in seconds.
+    #: Run time; `None`: not known.
     seconds: float | None = None
-    #: Peak bytes of its process.
+    #: Peak bytes of the run's process; `None`: not known.
     peak_bytes: int | None = None
     device: str = ""
     #: Why the run has no value; empty: not known.
@@ -39,7 +39,7 @@ class LeaderboardRow:
 
 
 def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[LeaderboardRow]:
-    """Return rows best first: equal values by time, rows without a number last."""
+    """Return rows ordered from best to worst value: equal values by time, rows without a number last."""
     sign = 1 if smaller_is_better else -1
 
     def place(row: LeaderboardRow) -> tuple[bool, float, float]:

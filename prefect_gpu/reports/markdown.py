@@ -1,7 +1,4 @@
-"""The reports of a process and of a flow run as GitHub markdown: words and tables.
-
-Charts come from `timeline`, advice and tags from `advice`. `publish` sends the text to Prefect.
-"""
+"""Reports of a process and of a flow run in GitHub markdown. Charts: `timeline`; tags: `advice`; sending: `publish`."""
 
 from __future__ import annotations
 
@@ -35,23 +32,17 @@ from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
 
-#: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, as Prefect's v2 UI renders an
+#: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, because Prefect's v2 UI renders an
 #: artifact's page twice (3.8.8, two cores).
 ROW_LIMIT = 300
 
-#: Most lines in each list of problems.
+#: Most lines in a list of problems, rows in a table of processes, results of a task, and characters of an error.
 ATTENTION_LIMIT = 50
-
-#: Most rows in the table of a task's processes.
 PROCESS_LIMIT = 50
-
-#: Most results of a task that are shown.
 METRIC_LIMIT = 50
-
-#: Most characters of an error.
 ERROR_LIMIT = 1000
 
-#: Paragraphs about the source of the numbers.
+#: Paragraphs in a report about the source of its numbers.
 _SOURCE_NOTES: dict[Source, str] = {
     "framework": (
         "The driver does not report the memory of each process here: the numbers are what its"
@@ -81,14 +72,14 @@ _BUDGET_WORDS: dict[BudgetSource, str] = {
 
 
 def task_summary(report: TaskReport) -> str:
-    """Return a report as one plain line: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
+    """Return a report as one line of plain text: `eval-wide · attempt 1 · completed · 460MiB of 598MiB`."""
     peak, budget = map(format_bytes, (report.peak_process_bytes, report.budget_total_bytes))
     outcome = f"{OUTCOME_WORDS[report.outcome]} · {peak} of {budget}"
     return f"{clean_name(report.task_run_name)} · attempt {report.attempt} · {outcome}"
 
 
 def task_markdown(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> str:
-    """Return the report of one process; `earlier` has the reports of the task run's processes before it."""
+    """Return the report of one process in markdown. `earlier`: reports of earlier processes of the task run."""
     tag = tag_advice((*earlier, report))
     parts = [f"**{_headline(report)}**"]
     if report.error:
@@ -143,7 +134,7 @@ def _headline(report: TaskReport) -> str:
 
 
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
-    """Return the rows of a report's table: names and values, without rows that have no value."""
+    """Return the rows of a report's table, names and values. Rows without a value are left out."""
     several = len(report.devices) > 1
     each, together = (" on each device", " on all together") if several else ("", "")
     smallest = " on the device with the smallest one" if len({*report.budgets_bytes}) > 1 else each
@@ -201,7 +192,7 @@ def _suspension_words(each: Suspension) -> str:
 
 
 def _tag_words(tag: TagAdvice | None, report: TaskReport) -> str:
-    """Return a tag and its reason; empty: the tag fits, or a later process may show more."""
+    """Return the advised tag and its reason; empty: the budget fits, or the task run has another process."""
     if tag is None or tag.fits or report.next_words:
         return ""
     return f"{tag.write_words} ({tag.why})"
@@ -291,9 +282,9 @@ def _phase(mark: Mark) -> tuple[str, ...]:
 class _Run:
     """A task run of a flow run."""
 
-    #: Report of its last process, or the task run without a process.
+    #: Report of the last process; the task run itself if no process was started.
     end: TaskReport | UnstartedRun
-    #: Reports of its processes, in order; empty: no process was started.
+    #: Reports of the task run's processes, in order; empty: no process was started.
     attempts: tuple[TaskReport, ...] = ()
 
     @property
@@ -302,7 +293,7 @@ class _Run:
 
     @property
     def tries(self) -> int:
-        """Number of its processes."""
+        """Number of the task run's processes."""
         return max((len(self.attempts), *(report.attempt for report in self.attempts)))
 
     @property
@@ -313,7 +304,7 @@ class _Run:
 
 
 def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun]) -> list[_Run]:
-    """Return the task runs in the order of their beginning."""
+    """Return reports grouped by task run, in order of the first placement."""
     by_id: dict[UUID, list[TaskReport]] = {}
     for report in sorted(reports, key=lambda report: (report.attempt, report.placed_at)):
         by_id.setdefault(report.task_run_id, []).append(report)
@@ -329,12 +320,12 @@ def flow_markdown(
     flow_name: str = "",
     link: Callable[[UUID], str | None] = lambda task_run_id: None,
 ) -> str:
-    """Return the report of one flow run: problems first, the table of all task runs last.
+    """Return the report of one flow run in markdown: problems first, the table of all task runs last.
 
     Args:
-        reports: One for each started process, in any order; compact ones are enough.
-        unstarted: Task runs without a process. Runs that have a report are left out.
-        flow_name: For the description of the image.
+        reports: A report of each started process, in any order. Compact reports are enough.
+        unstarted: Task runs that ended without a process. Task runs with a report are ignored.
+        flow_name: Name of the flow in the chart's description.
         link: Returns the address of a task run's page; `None`: there is none.
     """
     runs = _task_runs(reports, unstarted)
@@ -362,7 +353,7 @@ def flow_metadata(
     runs = _task_runs(reports, unstarted)
     outcomes: list[str] = [run.end.outcome for run in runs]
     return {
-        # 2: outcomes count task runs. 1: outcomes counted processes.
+        # In schema 2 outcomes count task runs, in schema 1 processes.
         "schema": "2",
         "task_runs": str(len(runs)),
         "processes": str(len(reports)),
@@ -379,7 +370,7 @@ def flow_metadata(
 
 
 def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun] = ()) -> str:
-    """Return one sentence: task runs by outcome, and the number of attempts."""
+    """Return one sentence with the numbers of task runs by state, attempts and devices, and the duration."""
     runs = _task_runs(reports, unstarted)
     if not runs:
         return "No GPU task ran."
@@ -432,7 +423,7 @@ def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
 
 
 def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
-    """Return a task run's end, with `first` applied to its state: `completed, recovered after 2 retries`."""
+    """Return a task run's state, changed by `first`, and its retries: `completed, recovered after 2 retries`."""
     state = first(OUTCOMES[run.end.outcome].state)
     if run.end.outcome == "completed":
         retries = f", recovered after {_many(run.tries - 1, 'retry', 'retries')}"
@@ -456,9 +447,9 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
 
 
 def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
-    # Few columns: the v1 UI does not wrap cells. Task runs have reports of their own.
+    # Few columns: the v1 UI does not wrap cells, and each task run has a report with all values.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
-    # Task runs that did not complete are kept first; the kept rows are shown in order.
+    # Above the limit, completed task runs are left out first.
     ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].end.outcome == "completed")
     rows = [
         (str(number), _name(run, link), _state_words(run), *_last_process(run))
@@ -469,7 +460,7 @@ def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
 
 
 def _last_process(run: _Run) -> tuple[str, ...]:
-    """Return the cells on the last process of a task run: on, peak of budget, queued, run, cause."""
+    """Return the cells about a task run's last process: device, peak of budget, queued, run, cause."""
     if (report := run.last) is None:
         return ("–",) * 5
     peak, budget = report.peak_process_bytes, report.budget_total_bytes
@@ -493,7 +484,7 @@ def _attempt_words(report: TaskReport) -> str:
 
 
 def _on(report: TaskReport) -> str:
-    """Return the indices of a process's devices, in a cluster after their node: `gpu-2:0, 1`."""
+    """Return the indices of a process's devices, in a cluster after the node's name: `gpu-2:0, 1`."""
     indices = ", ".join(str(device.index) for device in report.devices)
     return f"{escape(report.node)}:{indices}" if report.node else indices or "–"
 
@@ -512,7 +503,7 @@ def _device_words(report: TaskReport) -> str:
 
 
 def _unused_percent(reports: Sequence[TaskReport]) -> str:
-    """Return the unused part of the reserved memory, over time."""
+    """Return the unused fraction of the reserved memory over time, as a percentage in text."""
     wasted = sum(report.wasted_byte_seconds for report in reports)
     # A process that died before its first line held its device longer than its report shows.
     return percent(wasted, max(wasted, _reserved_byte_seconds(reports)))

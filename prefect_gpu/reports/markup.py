@@ -1,4 +1,4 @@
-"""Write GitHub markdown that a user's text cannot break: escaped text, tables, images. No reports."""
+"""GitHub markdown that a user's text cannot break: escaped text, tables, images. `markdown` makes reports of it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from prefect_gpu.reports.canvas import clean
 #: Most characters of a name in text.
 NAME_LIMIT = 80
 
-#: Most characters of a kept name. A task's name is an argument of its process, and a part of keys and messages.
+#: Most characters of a stored name: a task's name is an argument of its process, and part of keys and messages.
 NAME_CHARS = 200
 
-#: Cells without a value.
+#: Table cells without a value.
 BLANKS = ("", "–")
 
-#: Characters with a meaning inside a line. An underscore within a word has none, and the v1 UI shows the backslashes
-#: of a link's text.
+#: Characters with a meaning in markdown, without underscores in words: the v1 UI shows backslashes in a link's text.
 _SPECIAL = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-#: GitHub's markdown turns these into links anywhere.
+#: GitHub's markdown makes links of these texts anywhere.
 _AUTOLINK = re.compile(r"(?i)(https?|ftp)://|www\.|@")
 
-#: Names of parameters with secret values, and secret texts: addresses with a password, and the value of
-#: `Authorization:` in a request.
+#: Names of parameters with secret values, and secret texts: addresses with passwords, values of `Authorization:`.
 _SECRET_NAME = re.compile(
     r"(?i)secret|token|pass(w|phrase|code)|_pass$|pwd|credential|cookie|bearer|jwt|auth|dsn$|"
     r"(api|access|private|ssh|signing|encryption)_?key"
@@ -39,13 +37,13 @@ def is_secret(name: str, text: str = "") -> bool:
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a task, task run or flow as one short line; see `canvas.clean`."""
+    """Return the name of a task, task run or flow as one line of at most `NAME_CHARS` printable characters."""
     line = clean(name[: NAME_CHARS + 1])
     return line if len(name) <= NAME_CHARS else line[: NAME_CHARS - 1] + "…"
 
 
 def escape(text: str, limit: int = NAME_LIMIT) -> str:
-    """Return a user's text as one line for a paragraph or a table cell, without markup or links."""
+    """Return a user's text as one line for a paragraph or a table cell, with markup and links escaped."""
     line = clean(text)
     if len(line) > limit:
         line = line[: limit - 1] + "…"
@@ -56,17 +54,14 @@ def escape(text: str, limit: int = NAME_LIMIT) -> str:
 
 
 def image(alt: str, svg: str) -> str:
-    """Return a chart as a markdown image with its data inside."""
+    """Return an SVG chart as a markdown image that contains the chart as a `data:` URI."""
     # Prefect's UIs remove inline `<svg>`, `style` and `class`, but show an image with a `data:` URI (Prefect 3.8.8).
     data = base64.b64encode(svg.encode()).decode("ascii")
     return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Return a table without its empty columns. `right` has the indices of right-aligned columns.
-
-    A user's text in the cells must be escaped.
-    """
+    """Return a markdown table of escaped cells, without empty columns. `right`: indices of right-aligned columns."""
     columns = range(len(heads))
     aligned = ["--:" if column in right else "---" for column in columns]
     kept = [at for at in columns if not rows or any(row[at] not in BLANKS for row in rows)]
@@ -75,20 +70,20 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequenc
 
 
 def notice(text: str) -> str:
-    """Return a highlighted paragraph from one line of markdown, in which a user's text must be escaped."""
+    """Return one line of markdown as a highlighted paragraph. A user's text in the line must be escaped."""
     # Not a block quote: the v2 UI puts quotation marks around it (Prefect 3.8.8).
     return f"⚠️ {text}"
 
 
 def preformatted(text: str) -> str:
-    """Return text of several lines unchanged, as one HTML block, without blank lines, which would end the block."""
+    """Return text, escaped, as a `<pre>` element without blank lines: a blank line would end the block in markdown."""
     lines = ("".join(c if c.isprintable() else "�" for c in line) for line in text.splitlines())
     body = "\n".join(html.escape(line, quote=False) for line in lines if line.strip())
     return f"<pre>\n{body}\n</pre>"
 
 
 def folded(title: str, text: str) -> str:
-    """Return text as `preformatted` does, folded under a plain title, which must not be a user's."""
+    """Return text as a `<pre>` element folded under a title. The title is not escaped: never pass a user's text."""
     # One block of HTML: the v1 UI closes `<details>` before Markdown in it (Prefect 3.8.8).
     return f"<details>\n<summary>{title}</summary>\n{preformatted(text)}\n</details>"
 

@@ -1,7 +1,4 @@
-"""The values of a report: one `TaskReport` for each started process, its published form, its `PastRun` in a history.
-
-Charts and text are in `timeline` and `markdown`; `publish` sends reports to Prefect.
-"""
+"""Values of reports: a `TaskReport` for each process, its metadata, its `PastRun`. Text: `markdown`; API: `publish`."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from prefect_gpu.scheduling.history import PastRun
 from prefect_gpu.scheduling.ladder import Cause
 from prefect_gpu.scheduling.model import Device, DeviceKind
 
-#: Version of the metadata. It rises when a field changes its meaning.
+#: Version of the metadata, raised when a field changes its meaning.
 SCHEMA = 1
 
 #: Words for the cause of an out-of-memory error (`scheduling.ladder.Cause`).
@@ -42,14 +39,14 @@ Outcome = Literal["completed", "failed", "oom", "died", "timeout", "cancelled"]
 
 
 class OutcomeWords(NamedTuple):
-    """The words and the colour of an outcome."""
+    """The words and the colour that show an outcome in reports."""
 
     words: str
-    #: As in "it ran out of memory".
+    #: Predicate, as in "it ran out of memory".
     ended: str
     #: Prefect's name of the task run's state.
     state: str
-    #: Distinguishable with common colour blindness. Bars also name the outcome in words.
+    #: Distinguishable with common colour blindness. Bars also have the outcome in words.
     colour: str
 
 
@@ -69,29 +66,27 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessPeak:
-    """The peak memory on one device of one process of a task, or of all its processes together."""
+    """On one device: the peak memory of one process of a task, or of all its processes, and the task's budget."""
 
-    #: Index of the device, as in `Device.index`.
     device_index: int
     #: `None`: all processes together.
     pid: int | None
     peak_bytes: int
-    #: Budget of the task on this device.
     budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end of a process. Only the engine's thread sets it."""
+    """The end of a process: outcome, error, cause, next attempt. Only the engine's thread sets these values."""
 
     outcome: Outcome
     #: The error on one line. Empty: there was none.
     error: str = ""
     #: Cause of an out-of-memory error or of a kill. Empty: there was none.
     cause: Cause | Literal[""] = ""
-    #: Bytes needed on one device, as the out-of-memory error says. `None`: unknown.
+    #: Bytes needed on one device, from the out-of-memory error. `None`: unknown.
     wanted_bytes: int | None = None
-    #: Memory of the next process of the task run, and the reason, as text. Empty: the runner starts none.
+    #: Memory of the task run's next process, and the reason, as text. Empty: the runner starts no further process.
     next_words: str = ""
     #: Bytes of each device that the next process gets. `None`: a whole device, or there is no next process.
     next_budget_bytes: int | None = None
@@ -112,16 +107,16 @@ class TaskReport(Verdict):
     pid: int | None
     #: In the order of the request.
     devices: tuple[Device, ...]
-    #: Frameworks that the child used, comma-separated; "none".
+    #: Frameworks that the child used, separated by commas; "none": no framework.
     framework: str
-    #: Number of this process among those started for the task run, from 1.
+    #: Number of this process among the processes of its task run, from 1.
     attempt: int
-    #: Bytes reserved on each device; the smallest if devices differ.
+    #: Bytes reserved on each device; the smallest value if devices differ.
     budget_bytes: int
     budget_source: BudgetSource
-    #: Peak bytes of the process as its devices showed them, all devices together.
+    #: Peak bytes of the process on all devices together, measured by `source`.
     peak_process_bytes: int
-    #: Peak bytes that the frameworks had allocated, and that they held with their caches. `None`: unknown.
+    #: Peak bytes that frameworks had allocated, without and with their caches. `None`: unknown.
     peak_live_bytes: int | None
     peak_reserved_bytes: int | None
     #: Bytes of the CUDA contexts, which no framework counts, all devices together.
@@ -132,53 +127,51 @@ class TaskReport(Verdict):
     queued_s: float
     start_s: float
     run_s: float
-    #: When the task was placed, in seconds since the epoch.
+    #: Placement, in seconds since the epoch.
     placed_at: float
     #: In order of time; `at_s` counts from the placement.
     samples: tuple[Sample, ...]
-    #: Source of `peak_process_bytes`.
     source: Source
     marks: tuple[Mark, ...] = ()
-    #: Reserved memory that was not used, over time, in byte-seconds.
+    #: Reserved but unused memory over time, in byte-seconds.
     wasted_byte_seconds: float = 0.0
-    #: Readings before neighbours in `samples` were merged. 0: none was merged.
+    #: Number of readings before readings were merged into `samples`. 0: nothing was merged.
     sample_count: int = 0
     #: Most bytes that a framework could allocate on each device. `None`: no cap.
     cap_bytes: int | None = None
     #: Measurements of training steps. `None`: no steps were seen.
     steps: StepFacts | None = None
-    #: Digest of the `gpu:learn_by` values, which selects the history. Empty: none are named.
+    #: Digest of the `gpu:learn_by` values, which selects the history. Empty: the task has no such tag.
     history_key: str = ""
     #: Qualified name of the task's function, as in the history. Empty: not known.
     qualified_name: str = ""
     #: Name of the flow in which the task was submitted, as in the history. `None`: no flow.
     flow_name: str | None = None
-    #: Priority and exclusive use of devices, as requested.
     priority: int = 0
     exclusive: bool = False
-    #: Names of up to 20 tasks, of all flows of the machine, that ran on its devices meanwhile.
+    #: Names of up to 20 tasks, of any flow of the machine, that ran on the same devices at the same time.
     shared_with: tuple[str, ...] = ()
     #: The framework's own memory summary after an out-of-memory. Empty: there is none.
     memory_summary: str = ""
     #: Path of the memory snapshot. Empty: none was written.
     snapshot_path: str = ""
-    #: Largest possible budget on the largest devices: the device less driver and headroom. `None`: not known.
+    #: Largest possible budget: the largest device less driver and headroom. `None`: not known.
     capacity_bytes: int | None = None
-    #: `False`: the body destroyed its context before the last reading: the counters are too low to learn from.
+    #: `False`: the body destroyed its CUDA context before the last reading, so its counters are too low to learn from.
     counted_out: bool = True
-    #: Per device: all processes together, then each process by size. Empty: one process on one device.
+    #: For each device: all processes together, then each process by size. Empty: one process on one device.
     processes: tuple[ProcessPeak, ...] = ()
     #: Bytes reserved on each device, in device order. Empty: `budget_bytes` on each.
     budgets_bytes: tuple[int, ...] = ()
     #: Peak bytes of the process on each device, in device order. Empty: not known.
     device_peaks_bytes: tuple[int, ...] = ()
-    #: The `gpu:learn_by` values in words (`batch_size=32`). Empty: none are named.
+    #: The `gpu:learn_by` values in words (`batch_size=32`). Empty: the task has no such tag.
     learn_by: str = ""
     #: Results that the body reported with `report_metric`, by name.
     metrics: tuple[tuple[str, float], ...] = ()
     #: Bytes of the allocation that failed when memory ran out. `None`: no out-of-memory, or not known.
     refused_bytes: int | None = None
-    #: Times in which its memory was on the host. `run_s` does not count them.
+    #: Times in which the process's memory was on the host. `run_s` excludes these times.
     suspensions: tuple[Suspension, ...] = ()
 
     @property
@@ -188,7 +181,7 @@ class TaskReport(Verdict):
 
     @property
     def node(self) -> str:
-        """Cluster node of all the process's devices; empty: there is no cluster."""
+        """Name of the cluster node that has the process's devices; empty: there is no cluster."""
         return self.devices[0].node if self.devices else ""
 
     @property
@@ -198,7 +191,7 @@ class TaskReport(Verdict):
 
     @property
     def most_bytes(self) -> int | None:
-        """Largest possible budget on one device, as far as the report knows; `None`: the process has no device."""
+        """Largest possible budget on one device; if not known, the largest device's memory. `None`: no device."""
         if self.capacity_bytes is not None:
             return self.capacity_bytes
         return max((device.total_bytes for device in self.devices), default=None)
@@ -215,7 +208,7 @@ class TaskReport(Verdict):
         return self.budgets_bytes[self.devices.index(device)]
 
     def share_on(self, device: Device) -> float:
-        """Return the fraction of the process's memory on one device, by the peaks of its devices."""
+        """Return the fraction of the process's memory that is on one device, by the peaks on its devices."""
         whole = sum(self.device_peaks_bytes)
         if not whole:
             return 1 / len(self.devices)
@@ -223,12 +216,12 @@ class TaskReport(Verdict):
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the process held its reservation, as far as the report knows."""
+        """Seconds for which the process held its reservation, computed from its times and last sample."""
         last_s = self.samples[-1].at_s if self.samples else 0.0
         return max(self.start_s + self.run_s + self.suspended_s, last_s)
 
     def compact(self) -> TaskReport:
-        """Return a copy of a few kilobytes, of which a flow's report may keep thousands."""
+        """Return a copy of a few kilobytes, without marks and long texts. A flow's report keeps thousands of copies."""
         return replace(
             self,
             samples=merge(self.samples, COMPACT_SAMPLES),
@@ -240,7 +233,7 @@ class TaskReport(Verdict):
         )
 
     def metadata(self) -> dict[str, str]:
-        """Return the published figures as strings: Prefect accepts at most 500 characters each."""
+        """Return the figures to publish, as strings. Prefect accepts at most 500 characters each."""
         values = ((figure, figure.value(self)) for figure in FIGURES)
         return {
             **{f.name: f.kind.write(v) for f, v in values if v is not None or not f.optional},
@@ -249,7 +242,7 @@ class TaskReport(Verdict):
 
 
 class Kind(NamedTuple):
-    """The text form of a figure."""
+    """Conversion of a figure's value to text and back."""
 
     write: Callable[[Any], str]
     read: Callable[[str], Any]
@@ -267,9 +260,9 @@ TEXT, NUMBER, REAL = Kind(str, str), Kind(str, int), Kind(str, float)
 SECONDS = Kind(lambda seconds: f"{seconds:.3f}", float)
 FLAG = Kind(str, lambda text: text == "True")
 WORD = _or("none", "", TEXT)
-#: Bytes of one device. `None`: not known, or there is no limit.
+#: Bytes of one device. `None`: not known (`SIZE`), or no limit (`LIMIT`).
 SIZE, LIMIT = _or("unknown", None, NUMBER), _or("none", None, NUMBER)
-#: Bytes on all devices together. A history keeps an equal share of each device, rounded up.
+#: Bytes on all devices together. A history keeps this number divided by the number of devices, rounded up.
 TOTAL = _or("unknown", None, NUMBER)
 #: One value for each device.
 TEXTS = Kind(",".join, lambda text: [each for each in text.split(",") if each])
@@ -277,21 +270,21 @@ SIZES = Kind(lambda sizes: ",".join(map(str, sizes)), lambda text: [*map(int, TE
 
 
 class Figure(NamedTuple):
-    """A row of the table of figures: a value of a report, its published form and its field in the history."""
+    """A row of `FIGURES`: a value of a report, its text in the metadata, and its field in the history."""
 
     #: Name in the published metadata.
     name: str
     kind: Kind
-    #: A field of `TaskReport`, or `steps.NAME` for a field of `StepFacts`; empty: the field with the figure's name. A
-    #: function computes the figure: such a figure is not read back.
+    #: Field of `TaskReport`, or `steps.NAME` for a field of `StepFacts`; empty: the field with the figure's name. Or a
+    #: function that computes the figure: such a figure is not read back.
     source: str | Callable[[TaskReport], object] = ""
-    #: The field of `PastRun`. Empty: the history does not keep the figure.
+    #: Field of `PastRun`. Empty: the history does not keep the figure.
     history: str = ""
-    #: The figure is left out if it has no value.
+    #: A figure without a value is left out of the metadata.
     optional: bool = False
 
     def value(self, report: TaskReport) -> Any:
-        """Return the figure of a report. `None`: it has no value."""
+        """Return the figure's value in a report; `None`: the report has no value."""
         if not isinstance(self.source, str):
             return self.source(report)
         steps, _, name = (self.source or self.name).rpartition(".")
@@ -299,8 +292,7 @@ class Figure(NamedTuple):
         return None if owner is None else getattr(owner, name)
 
 
-#: All figures in their published order: the base of `TaskReport.metadata`, `figure_values`, `read_metadata`,
-#: `past_run` and the payloads of events.
+#: All figures in published order, from which metadata, reports read back, histories and event payloads are made.
 FIGURES = (
     Figure("schema", NUMBER, lambda report: SCHEMA),
     Figure("task_key", TEXT),
@@ -350,12 +342,12 @@ _BY_NAME = {figure.name: figure for figure in FIGURES}
 
 
 def figures_of(report: TaskReport, *names: str) -> dict[str, Any]:
-    """Return some figures of a report, by name, as values."""
+    """Return the named figures of a report: values by name."""
     return {name: _BY_NAME[name].value(report) for name in names}
 
 
 def figure_values(figures: Mapping[str, str]) -> dict[str, object]:
-    """Return published figures as JSON values: numbers, booleans, lists, words; `None`: unknown or absent."""
+    """Return published figures as JSON values: numbers, booleans, lists, strings; `None`: unknown or absent."""
     return {name: _value(name, text) for name, text in figures.items()}
 
 
@@ -381,7 +373,7 @@ def read_metadata(
 ) -> TaskReport:
     """Return a report from its published figures, for advice and for a replay of its flow run.
 
-    The report has one sample, at its end, and no marks or texts.
+    The report has one sample, at the end of the process, and no marks or texts.
 
     Raises:
         ValueError: A figure is missing or unreadable.
@@ -427,12 +419,12 @@ class UnstartedRun:
     outcome: Literal["failed", "cancelled", "died"]
     #: The error on one line.
     error: str
-    #: When it ended, in seconds since the epoch.
+    #: End, in seconds since the epoch.
     ended_at: float
 
 
 def past_run(report: TaskReport) -> PastRun:
-    """Return the entry of a task's history for a process: of one device, with an equal share of each `TOTAL`."""
+    """Return the history entry of a process, in bytes of one device: each `TOTAL` is divided by the devices."""
     live = report.peak_live_bytes
     if not WITHOUT_PEAK.isdisjoint(report.framework.split(",")):
         live = largest(live, report.peak_reserved_bytes)
@@ -456,7 +448,7 @@ def past_run(report: TaskReport) -> PastRun:
         if value is not None
     }
     if not report.peak_process_bytes and report.source == "framework":
-        # Neither the device nor a framework measured its memory.
+        # Neither the device nor a framework measured the process's memory.
         del kept["process_bytes"]
     return PastRun(
         ended_at=report.placed_at + report.held_s, task_run_id=str(report.task_run_id), **kept

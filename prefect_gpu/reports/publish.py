@@ -1,7 +1,7 @@
 """Publish reports to Prefect's API as artifacts, without delaying or failing a task.
 
-It covers artifact keys, the API calls, their thread, and the folder for unpublished reports. Text and numbers come
-from `markdown` and `model`. `history` makes its calls in the same thread.
+This module has artifact keys, API calls, their thread (also used by `history`), and files of unpublished reports. Text
+and numbers come from `markdown` and `model`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TASK_PREFIX = "gpu-memory"
 FLOW_PREFIX = "gpu-flow"
 PROGRESS_PREFIX = "gpu-progress"
 
-#: Seconds between two calls for a flow's progress, also after a failed one. A shorter flow has no progress artifact.
+#: Seconds from one progress call to the next, and after a failed call. A shorter flow has no progress artifact.
 PROGRESS_S = 5.0
 PROGRESS_FAILED_S = 60.0
 
@@ -58,13 +58,13 @@ KEY_LIMIT = 100
 #: Items in one answer of the API.
 PAGE = 200
 
-#: Most reports that wait to be published. More wait only if the API hangs.
+#: Most reports that wait to be published. So many wait only if the API hangs.
 WAITING_LIMIT = 1000
 
 #: First and longest pause in seconds after a failed call. The pause doubles while all calls fail.
 RETRY_DELAYS_S = (0.5, 8.0)
 
-#: Calls for one report after a timeout or an error of the API's own. Each of them may have created the artifact.
+#: Most calls for one report that end in a timeout or a server error. Each of these may have created the artifact.
 TRIES = 3
 
 #: Seconds for one request. Prefect's default of 60 is too long at the end of a flow.
@@ -105,7 +105,7 @@ def artifact_key(prefix: str, name: str) -> str:
 
 
 def task_artifact(report: TaskReport, earlier: Sequence[TaskReport] = ()) -> ArtifactCreate:
-    """Return the artifact of one process; `earlier` has the (compact) reports of its predecessors in the task run."""
+    """Return the artifact of one process; `earlier`: (compact) reports of earlier processes of its task run."""
     return ArtifactCreate(
         key=artifact_key(TASK_PREFIX, report.task_name),
         type="markdown",
@@ -129,7 +129,7 @@ def flow_artifact(
         key=artifact_key(FLOW_PREFIX, flow_name),
         type="markdown",
         description=f"Flow report · {flow_headline(reports, unstarted)}",
-        # The address is `None` if Prefect has no address of a UI.
+        # `url_for` returns `None` if Prefect has no address of a UI.
         data=flow_markdown(
             reports, unstarted, flow_name=flow_name, link=functools.partial(url_for, "task-run")
         ),
@@ -139,7 +139,7 @@ def flow_artifact(
 
 
 class ProgressArtifact:
-    """The artifact with the progress of one flow run, from the counts that `read` returns. For one thread at a time."""
+    """The progress artifact of one flow run; `read` returns the counts to show. For one thread at a time."""
 
     def __init__(
         self, read: Callable[[], RunCounts], *, flow_name: str, flow_run_id: UUID | None
@@ -166,8 +166,7 @@ class ProgressArtifact:
             )
             self.id = client.create_artifact(artifact).id
         else:
-            # Not `update_artifact`: it emits an event each time, and at the end of a program Prefect waits for unsent
-            # events, with a warning (3.8.8).
+            # Not `update_artifact`: it emits an event, and at exit Prefect waits for events with a warning (3.8.8).
             which = {"id": self.id}
             client.request("PATCH", "/artifacts/{id}", path_params=which, json=content)
         self._said = said
@@ -176,7 +175,7 @@ class ProgressArtifact:
 def read_pages(
     client: SyncPrefectClient, what: str, asked: Mapping[str, Any], **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield all items of a kind (`artifacts`, `task_runs`) that a filter of the API finds, one call a page."""
+    """Yield all items of a kind (`artifacts`, `task_runs`) that match the API filter `asked`, with a call a page."""
     for offset in itertools.count(0, PAGE):
         body = {**asked, "limit": PAGE, "offset": offset}
         page = client.request("POST", f"/{what}/filter", json=body, **options).json()  # type: ignore[arg-type]
@@ -192,29 +191,27 @@ def cut_values(metadata: dict[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A call for the publisher's thread."""
+    """An API call that the publisher's thread makes."""
 
-    #: Called again after a failure.
+    #: Makes the API call; repeated after a failure.
     call: Callable[[SyncPrefectClient], object]
-    #: `None`: no series.
+    #: Series whose number of waiting jobs is limited, see `Publisher.put`. `None`: no series.
     series: Hashable = None
-    #: Makes the artifact whose text goes to a file if the call is given up. `None`: the job is dropped.
+    #: Returns the artifact, whose text goes to a file if the job is given up. `None`: a given-up job is lost.
     artifact: Callable[[], ArtifactCreate] | None = None
-    #: Failed calls that the API may have carried out.
+    #: Number of failed calls that the API may have carried out.
     tries: int = 0
-    #: Tried once, after all other jobs, and dropped silently if the call fails.
+    #: The job is tried once, after all other jobs, and dropped silently if the call fails.
     optional: bool = False
 
 
 class Publisher:
     """Publishes reports from one daemon thread, so that no task waits for the API.
 
-    Any thread may call any method, and no method raises because of the API. While the API is away, reports wait and
-    keep their order. A report that the API refuses, or that still waits when the publisher is closed, is written to a
-    file. `close` logs one warning, which names the folder.
-
-    `lend` returns a client for the flow's API. The publisher's thread calls it for each try, under the settings that
-    were active when the publisher was created.
+    Any thread may call any method, and no method raises because of the API. While the API does not answer, reports wait
+    in their order. Reports that the API refuses, or that still wait at the end, are written to files; `close` logs one
+    warning with the folder. For each try the thread calls `lend`, which returns a client for the flow's API, under the
+    Prefect settings of the publisher's creation.
     """
 
     def __init__(
@@ -229,24 +226,21 @@ class Publisher:
         self._first_delay_s, self._most_delay_s = retry_delays_s
         # Without the flow's settings `create_artifact` would start a temporary server to emit its event.
         self._settings = get_settings_context()
-        #: Guards everything below; notified when a job is added or done, and on `close`.
+        #: Guards the attributes below; notified when a job is added or done, and on `close`.
         self._changed = threading.Condition()
-        #: Waiting jobs, oldest first, without the current job.
+        #: Waiting jobs, oldest first, and the job of the call in progress, which is not among the waiting jobs.
         self._waiting: deque[Job] = deque()
-        #: The job of the call in progress.
         self._current: Job | None = None
         self._thread: threading.Thread | None = None
         #: Monotonic seconds of the earliest next call.
         self._next_call_s = 0.0
         #: Pause in seconds after the last call; 0: the call succeeded.
         self._delay_s = 0.0
-        #: `None`: no progress is published.
+        #: Progress to publish (`None`: there is none), and monotonic seconds of its next call.
         self._progress: ProgressArtifact | None = None
-        #: Monotonic seconds of the next progress call.
         self._progress_s = 0.0
-        #: Only waiting jobs are still published.
+        #: Closed: new jobs are refused, waiting jobs are still published. Ended: nothing is published any more.
         self._closed = False
-        #: Nothing is published any more.
         self._ended = False
         #: Number of reports written to files in `folder`, and of reports that were lost.
         self.saved = 0
@@ -282,7 +276,7 @@ class Publisher:
         self._put(Job(create, artifact=make))
 
     def show_progress(self, progress: ProgressArtifact) -> None:
-        """Publish a flow's progress every few seconds in which no other job waits; return at once."""
+        """Publish a flow's progress every `PROGRESS_S` seconds unless other jobs wait; return at once."""
         with self._changed:
             if self._progress is None and not self._closed:
                 self._progress = progress
@@ -293,9 +287,9 @@ class Publisher:
     def put(
         self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
     ) -> None:
-        """Queue another call, which is repeated after a failure; return at once.
+        """Queue an API call, which is repeated after a failure; return at once.
 
-        At most `most` jobs of a series wait: older jobs are dropped. A call that is given up counts as a lost report.
+        At most `most` calls of a series wait: the oldest is dropped. A call that is given up counts as a lost report.
         """
         self._put(Job(call, series), most)
 
@@ -316,7 +310,7 @@ class Publisher:
             self._start()
 
     def _start(self) -> None:
-        """Start the thread if there is none. The lock is held."""
+        """Start the thread if there is none. The caller holds the lock."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-publisher")
@@ -327,18 +321,18 @@ class Publisher:
     def close(self, timeout_s: float = 10.0) -> None:
         """Publish waiting jobs and end the thread; after `timeout_s` seconds write the rest to files, with one warning.
 
-        If Ctrl-C or a signal interrupts it, the thread continues: call `close` again to wait, or `end`.
+        If Ctrl-C or a signal interrupts this call, the thread continues: call `close` again to wait, or `end`.
         """
         with self._changed:
             progress = self._progress
             if not self._closed and progress is not None and progress.id is not None:
-                # The last progress shows how the flow has ended.
+                # The last progress shows how the flow ended.
                 self._waiting.append(Job(progress.publish, optional=True))
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
             # Not `Thread.join`: before Python 3.13 an interrupted `join` marks the thread as ended.
-            # Once it was given up, the thread may still wait for the API.
+            # After `end` nothing waits for the thread, which may still wait for the API.
             if (
                 thread is None
                 or self._ended
@@ -390,7 +384,7 @@ class Publisher:
                 del job, error
 
     def _next(self) -> Job | None:
-        """Wait for the next job and its time; return `None` at the end."""
+        """Wait until the next job is due, and return the job; `None`: the publisher has ended."""
         with self._changed:
             while not self._ended and (self._waiting or not self._closed):
                 wait_s = None
@@ -438,7 +432,7 @@ class Publisher:
             self._next_call_s = time.monotonic() + max(self._delay_s, read_retry_after(error))
 
     def _give_up(self, job: Job, reason: str) -> None:
-        """Write an unpublished report to a file, or count it as lost. The lock is held."""
+        """Write an unpublished report to a file, or count the report as lost. The caller holds the lock."""
         if job.optional:
             return
         self._last_error = reason
@@ -485,7 +479,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def is_away(error: Exception) -> bool:
-    """Return whether a call was certainly not carried out: the API does not answer, or takes no calls now."""
+    """Return whether a call was certainly not carried out: the API does not answer, or accepts no calls now."""
     if isinstance(error, PrefectHTTPStatusError):
         return error.response.status_code in (425, 429, 502, 503, 504)
     timeout = isinstance(error, (httpx.ReadTimeout, httpx.WriteTimeout))
@@ -497,7 +491,7 @@ def read_retry_after(error: Exception) -> float:
     if not isinstance(error, PrefectHTTPStatusError):
         return 0.0
     try:
-        # Prefect does not send the other form, a date.
+        # Prefect does not send the header's other form, a date.
         return min(max(float(error.response.headers.get("Retry-After", 0)), 0.0), LONGEST_WAIT_S)
     except ValueError:
         return 0.0

@@ -1,7 +1,4 @@
-"""The published reports of flow runs, read back from Prefect's API: as an object, a page, JSON or CSV.
-
-`report` reads one flow run, `read_task_reports` the last runs of a flow. The page is one file with its charts.
-"""
+"""Published reports of flow runs, read from Prefect's API: as an object, an HTML page with charts, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -47,10 +44,10 @@ from prefect_gpu.units import format_seconds
 #: Most characters of a flow run's parameters on a page.
 _PARAMETERS_LIMIT = 500
 
-#: A chart in markdown: some ten thousand characters that a terminal cannot show.
+#: Charts in markdown: some ten thousand characters each, which a terminal cannot show.
 _IMAGE = re.compile(r"!\[[^\n]*\]\(data:[^)]*\)\n*")
 
-#: The page loads and runs nothing from elsewhere, whatever the reports contain.
+#: Content security policy: a page loads and runs nothing from elsewhere, whatever the reports contain.
 _SECURITY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 _STYLE = """
@@ -85,51 +82,51 @@ _NOTEBOOK_HEIGHT = 640
 class ProcessReport:
     """The report of one process of a GPU task."""
 
-    #: Name and id of its task run; empty and `None`: it has none.
+    #: Name and id of the process's task run; empty and `None`: there is no task run.
     task_run: str
     task_run_id: UUID | None
     #: The report as in the UI, in GitHub markdown.
     markdown: str = field(repr=False)
-    #: The same figures for programs: texts by name, sizes in bytes and times in seconds. See `docs/memory.md`.
+    #: The report's figures for programs: texts by name, sizes in bytes, times in seconds. See `docs/memory.md`.
     figures: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """The submission of a task run, and its inputs."""
+    """The time of a task run's submission, and its inputs."""
 
     #: Seconds since the epoch.
     submitted_at: float
-    #: Task runs that are its inputs, or that its `wait_for` names.
+    #: Ids of the task runs in its arguments and in its `wait_for`.
     inputs: tuple[UUID, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FlowRunReport:
-    """All reports of one flow run. In a notebook it shows itself."""
+    """All reports of one flow run. A notebook shows the object as a page."""
 
     flow_run: str
     flow_run_id: UUID
     #: Name of the flow run's state, such as "Completed".
     state: str
-    #: The flow's report in GitHub markdown; empty: it is not published yet.
+    #: The flow run's report in GitHub markdown, and its figures for programs; empty: not published yet.
     markdown: str = field(repr=False)
     figures: Mapping[str, str]
     #: In the order of publication.
     processes: tuple[ProcessReport, ...]
-    #: By task run, tasks without a gpu tag included.
+    #: Submissions by task run id, including task runs without a gpu tag.
     submissions: Mapping[UUID, Submission] = field(default_factory=dict, repr=False)
-    #: Rows at the top of the page: words and values, as in "Started" and "2026-11-27 14:54:00 UTC, ran 6s".
+    #: Rows at the top of the page: names and values, as in "Started" and "2026-11-27 14:54:00 UTC, ran 6s".
     facts: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     #: Leaderboards that `publish_leaderboard` has published, in GitHub markdown.
     leaderboards: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def task_reports(self) -> tuple[TaskReport, ...]:
-        """The reports of the processes as values, in their order.
+        """The reports in `processes` as values, in the same order.
 
         Raises:
-            ReportError: Another version published one of them.
+            ReportError: Another version of prefect_gpu published a report.
         """
         return tuple(
             _task_report(each.figures, each.task_run_id, self.flow_run_id, each.task_run)
@@ -137,7 +134,7 @@ class FlowRunReport:
         )
 
     def to_html(self) -> str:
-        """Return one page with all reports, which needs no other file."""
+        """Return one HTML page with all reports. The page needs no other file."""
         title = html.escape(clean(f"{self.flow_run} ({self.state})"))
         parts = [f"<h1>{title}</h1>"]
         if self.facts:
@@ -178,10 +175,7 @@ class FlowRunReport:
         return json.dumps(found, indent=2)
 
     def to_csv(self) -> str:
-        """Return a row for each process and a column for each figure.
-
-        A text that a spreadsheet would take for a formula is preceded by `'`.
-        """
+        """Return CSV: a row for each process, a column for each figure. Text like a formula gets a leading `'`."""
         names = list(dict.fromkeys(name for each in self.processes for name in each.figures))
         rows = [("task_run", "task_run_id", *names)]
         for each in self.processes:
@@ -192,7 +186,7 @@ class FlowRunReport:
         return written.getvalue()
 
     def to_text(self) -> str:
-        """Return the report of the whole in markdown without its charts, for a terminal."""
+        """Return the flow run's report in markdown without charts, for a terminal."""
         return _IMAGE.sub("", self.markdown)
 
     def _repr_html_(self) -> str:
@@ -206,7 +200,7 @@ def report(flow_run: UUID | str) -> FlowRunReport:
     """Read the reports of a flow run from Prefect's API.
 
     Args:
-        flow_run: Id of the flow run, or its name; of several runs of one name the last that was started.
+        flow_run: Id or name of the flow run; of several runs with one name, the last one started.
 
     Raises:
         ReportError: There is no such flow run, it has no reports, or the API does not answer.
@@ -253,7 +247,7 @@ def _facts(flow_name: str, run: FlowRun) -> tuple[tuple[str, str], ...]:
 
 
 def _without_secrets(name: str, value: Any) -> Any:
-    """Return a parameter's value without secrets: others may read the report."""
+    """Return a parameter's value without secrets, because other people may read the report."""
     if is_secret(name):
         return "(secret)"
     if isinstance(value, Mapping):
@@ -264,7 +258,7 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 
 def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
-    """Read the reports of the GPU tasks of one flow run, or of a flow's `last` runs, from Prefect's API, as values.
+    """Read the reports of GPU tasks from Prefect's API, as values: of a flow's `last` runs, or of one flow run.
 
     Raises:
         ReportError: There is no such flow, its runs have no reports, or the API does not answer.
@@ -321,14 +315,14 @@ def open_api() -> Iterator[SyncPrefectClient]:
 
 
 def correct_address(url: str | None) -> str | None:
-    """Return a hint on a wrong address of Prefect's API; `None`: the address may be right."""
+    """Return a hint that an address of Prefect's API lacks `/api`; `None`: the address may be right."""
     if url is None or "api" in urlsplit(url).path.split("/"):
         return None
     return f"PREFECT_API_URL has no /api; did you mean {url.rstrip('/')}/api?"
 
 
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
-    """Return a flow's last runs that have begun; none if no flow has that name."""
+    """Return the newest `last` runs of a flow that have begun; empty: no flow has that name."""
     begun = FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
     return client.read_flow_runs(
         flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
@@ -354,7 +348,7 @@ def _task_report(
 
 
 def _submission(task_run: Mapping[str, Any]) -> Submission:
-    # `__parents__` names the task whose body submitted this one: it does not wait for the end of that body.
+    # `__parents__` names the task whose body submitted this task, which does not wait for the end of that body.
     given = (inputs for name, inputs in task_run["task_inputs"].items() if name != "__parents__")
     runs = (each for inputs in given for each in inputs if each["input_type"] == "task_run")
     at = task_run["expected_start_time"] or task_run["created"]
@@ -405,6 +399,6 @@ def _cell(text: str) -> str:
 
 def _html(markdown: str) -> str:
     renderer = MarkdownIt("commonmark", {"html": True}).enable("table")
-    # The default accepts no SVG as an image.
+    # By default markdown-it accepts no SVG as an image.
     renderer.validateLink = lambda url: True  # type: ignore[method-assign]
     return str(renderer.render(markdown))

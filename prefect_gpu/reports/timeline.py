@@ -1,7 +1,4 @@
-"""Draw memory over time as SVG: of one process, and of the devices of a flow run. Pure.
-
-`markdown` explains the numbers; shapes and axes are in `canvas`.
-"""
+"""SVG charts of the memory over time of a process, and of the devices of a flow run. Pure. `canvas` draws shapes."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ from prefect_gpu.reports.model import OUTCOMES, TaskReport
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
-#: Width in pixels. The column of Prefect's v2 UI has 580 in a window of 1280 and 800 in one of 1600; the text of a
-#: wider image would be too small to read.
+#: Width in pixels. Prefect's v2 UI shows 580 in a window of 1280, 800 in one of 1600: wider images have too small text.
 WIDTH = 720
 
 #: Left and right end of the time axis of a flow run, in pixels.
@@ -49,18 +45,17 @@ HELD = "#94a3b8"
 #: Colours of phases, in the order of their names' first occurrence, repeated cyclically.
 PHASE_TINTS = ("#f59e0b", "#10b981", "#6366f1", "#ec4899", "#64748b", "#06b6d4")
 
-#: Most devices that are drawn: those with most memory over time.
+#: Most devices in a chart; the devices with the most reserved memory over time are drawn.
 LANE_LIMIT = 64
 
-#: Most bars for one device and for all together; the longest of each device are drawn. A bar takes some 500 bytes of
-#: the artifact.
+#: Most bars for one device and for all devices: the longest are drawn. A bar takes some 500 bytes of the artifact.
 GANTT_LIMIT = 1500
 BAR_LIMIT = 12_000
 
-#: Most bars with a title, which shows only if the image is opened alone, not inside a page.
+#: Most bars in a chart whose bars have tooltips. Tooltips work only if the image is opened alone, not inside a page.
 TITLE_LIMIT = 200
 
-#: Error in seconds of a double that holds seconds since the epoch, and of a sum of two.
+#: Rounding error, in seconds, of a double with seconds since the epoch, and of the sum of two.
 EPOCH_PRECISION_S = 1e-6
 
 #: Converts seconds to pixels.
@@ -70,17 +65,17 @@ _Series: TypeAlias = list[tuple[float, int]]
 #: The bytes of a point of a series.
 _amount: Callable[[tuple[float, int]], int] = operator.itemgetter(1)
 
-#: Largest height of a refused request, as a multiple of all readings and the budget.
+#: Largest height of the memory axis if a refused allocation is drawn, as a multiple of the height without it.
 _TALLEST_REQUEST = 1.5
 
-#: A budget this many times above all readings is written in words: drawn to scale it would flatten them.
+#: A budget above this multiple of the largest reading is written in words: to scale, it would flatten the readings.
 _TALLEST_BUDGET = 3.0
 
 
 def outline(
     samples: Sequence[Sample], value: Callable[[Sample], int | None], buckets: int
 ) -> _Series:
-    """Return a line with the minimum and maximum of each of `buckets` stretches of time, without values of `None`."""
+    """Return a line through samples, reduced to the minimum and maximum of `buckets` groups; `None` is left out."""
     points = [(s.at_s, v) for s in samples if (v := value(s)) is not None]
     if len(points) <= 2 * buckets:
         return points
@@ -94,9 +89,9 @@ def outline(
 
 
 def task_timeline_svg(report: TaskReport) -> str:
-    """Draw the memory of one process over time, with its budget, phases and marks.
+    """Return a chart of one process's memory over time, with its budget, phases and marks.
 
-    The time axis starts when the task was placed. Takes about 2.6 ms (178 samples, two shared cores).
+    The time axis starts at the placement. A chart takes about 2.6 ms (178 samples, two shared cores).
     """
     end_s = _end_s(report)
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
@@ -124,7 +119,7 @@ def task_timeline_svg(report: TaskReport) -> str:
     refused = _refused(report)
     scale_bytes = top_bytes
     if refused is not None:
-        # The request may be of any size: only the beginning of a large one is drawn.
+        # The refused allocation may be of any size: only the lower part of a large one is drawn.
         scale_bytes = max(top_bytes, min(1.05 * sum(refused), _TALLEST_REQUEST * top_bytes))
 
     def x_of(at_s: float) -> float:
@@ -161,7 +156,7 @@ def task_timeline_svg(report: TaskReport) -> str:
         x = max(left, x - 13)
         canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
         words = f"refused: {format_bytes(request)}"
-        # Below the budget's line, which has its label above.
+        # Below the budget's line: the label of the line is above it.
         y = min(y_of(held) + 16, bottom - 6)
         canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
@@ -191,7 +186,6 @@ def task_timeline_svg(report: TaskReport) -> str:
 
 
 def _suspension_words(each: Suspension) -> str:
-    """Return the time, reason and moved bytes of a suspension."""
     reason = f" for {each.reason}" if each.reason else ""
     return (
         f"suspended for {format_seconds(each.seconds)}{reason}, "
@@ -200,7 +194,7 @@ def _suspension_words(each: Suspension) -> str:
 
 
 def _refused(report: TaskReport) -> tuple[int, int] | None:
-    """Return the memory that the process held at its out-of-memory, and the refused request, in bytes."""
+    """Return the bytes held when memory ran out and the bytes of the refused allocation; `None`: none was refused."""
     if not report.refused_bytes:
         return None
     held = (s.process_bytes for s in reversed(report.samples) if s.process_bytes)
@@ -208,7 +202,6 @@ def _refused(report: TaskReport) -> tuple[int, int] | None:
 
 
 def _tints(marks: Sequence[Mark]) -> dict[str, str]:
-    """Return a colour for each phase name."""
     names = dict.fromkeys(mark.name for mark in marks if mark.duration_s is not None)
     return {name: PHASE_TINTS[i % len(PHASE_TINTS)] for i, name in enumerate(names)}
 
@@ -216,7 +209,7 @@ def _tints(marks: Sequence[Mark]) -> dict[str, str]:
 def _draw_marks(
     canvas: Canvas, marks: Sequence[Mark], x_of: _Scale, top: float, bottom: float
 ) -> None:
-    """Draw phases as tinted stretches of the time axis, other marks as lines with names."""
+    """Draw phases as tinted areas, other marks as vertical lines with names."""
     tints = _tints(marks)
     free_x = 0.0
     for mark in marks:
@@ -266,10 +259,10 @@ def _time_axis(canvas: Canvas, end_s: float, x_of: _Scale, y: float, title: str)
 
 
 def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -> str:
-    """Draw the processes on each device over time, with the memory of the device below their bars.
+    """Return a chart with a lane for each device: processes as bars over time, the device's memory below them.
 
-    A bar is a process while it held its reservation, filled to its peak. Takes about 4 ms for 19 processes. `numbers`
-    are the rows of the task runs in the flow's table; empty: the order of `reports`.
+    A bar spans the time in which a process held its reservation, and is filled to the process's peak. A chart of 19
+    processes takes about 4 ms. `numbers`: row of each report's task run in the flow's table; empty: 1, 2, …
     """
     numbers = numbers or range(1, len(reports) + 1)
     numbered = [(i, r) for i, r in zip(numbers, reports, strict=True) if r.devices]
@@ -317,7 +310,7 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Return a sort key of names by which `gpu-2` comes before `gpu-10`."""
+    """Return a sort key for names: `gpu-2` comes before `gpu-10`."""
     parts = re.split(r"(\d+)", name)
     return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
@@ -334,14 +327,14 @@ def _left_out_words(devices: int, processes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bar:
-    """A process on a device."""
+    """A bar in a device's lane: one process."""
 
     #: Number of the task run in the flow's table, from 1.
     number: int
     report: TaskReport
-    #: Seconds from the first placement of the flow run.
+    #: Placement, in seconds since the first placement of the flow run.
     at_s: float
-    #: Row in its lane, from 0.
+    #: Row of the bar in its lane, from 0.
     track: int
 
     @property
@@ -350,7 +343,7 @@ class _Bar:
 
 
 class _Lane:
-    """A device: its bars in tracks without overlaps, and its memory over time."""
+    """The part of a chart for one device: bars in tracks (rows without overlaps), and the device's memory over time."""
 
     def __init__(
         self, device: Device, numbered: Iterable[tuple[int, TaskReport]], start: float, most: int
@@ -358,7 +351,7 @@ class _Lane:
         self.device = device
         longest = heapq.nlargest(most, numbered, key=lambda item: item[1].held_s)
         self.bars: list[_Bar] = []
-        #: Time in seconds at which each track is free.
+        #: End, in seconds, of the last bar in each track.
         free_s: list[float] = []
         for number, report in sorted(longest, key=lambda item: (item[1].placed_at, item[0])):
             at_s = report.placed_at - start
@@ -377,10 +370,10 @@ def _reserved(bars: Iterable[_Bar], device: Device) -> _Series:
     changes: _Series = []
     for bar in bars:
         size = bar.report.budget_on(device)
-        # The next reservation may begin where this one ends.
+        # The next reservation may begin at the end of this reservation.
         end_s = max(bar.at_s, bar.at_s + bar.report.held_s - EPOCH_PRECISION_S)
         changes += [(bar.at_s, size), (end_s, -size)]
-    # The caps of probes that share a device add up to more.
+    # The budgets of probes (first runs) that share a device add up to more than its memory.
     return _sum_up(changes, device.total_bytes)
 
 
@@ -399,12 +392,12 @@ def _used(bars: Iterable[_Bar], device: Device) -> _Series:
             changes.append((bar.at_s + at_s, size - before))
             before = size
         changes.append((max(bar.end_s, bar.at_s + points[-1][0]), -before))
-    # A point of a compact report is the largest of several readings: a sum of processes is only a bound.
+    # A point of a compact report is the largest of several readings, so a sum of processes is an upper bound.
     return _sum_up(changes, device.total_bytes)
 
 
 def _sum_up(changes: _Series, most_bytes: int) -> _Series:
-    """Return the level after each change, at most `most_bytes`, in order of time."""
+    """Return the sum of all changes up to each time, at most `most_bytes`, in order of time."""
     changes = sorted(changes)
     sizes = itertools.accumulate(map(_amount, changes))
     levels = {at_s: min(size, most_bytes) for (at_s, _), size in zip(changes, sizes, strict=True)}
@@ -435,7 +428,7 @@ def _draw_lane(canvas: Canvas, lane: _Lane, x_of: _Scale, y: float, titled: bool
 
 
 def _name_device(canvas: Canvas, device: Device, y: float, room: float) -> None:
-    """Write a device's name at the left of its lane; in a cluster node and index, on two lines if needed."""
+    """Write a device's label and name at the left of its lane. In a cluster, a long label takes two lines."""
     total = format_bytes(device.total_bytes)
     name = clean(device.name)
     if text_width(name, 12) > room:
@@ -463,7 +456,7 @@ def _stairs(levels: _Series, x_of: _Scale, floor: float, scale: float) -> list[t
     points = [(x_of(0), floor)]
     for at, group in itertools.groupby(levels, key=lambda level: round(x_of(level[0]))):
         steps = [size for _, size in group]
-        # The largest, which keeps all peaks; the next pixel begins with the last.
+        # A pixel shows its largest value, which keeps all peaks; the next pixel begins with the last value.
         for x, size in ((at, max(steps)), (at + 1, steps[-1])):
             y = floor - scale * max(0, size)
             if y != points[-1][1]:
@@ -494,7 +487,7 @@ def _draw_bar(
     for each in report.suspensions:
         share = width / max(report.held_s, 0.001)
         x_away, away = x + share * each.begun_s, max(1.0, share * each.seconds)
-        # Background colour: its memory is not on the device.
+        # Background colour: the suspended process's memory is not on the device.
         canvas.rect(x_away, y + 1, away, height - 2, PAPER)
         title = _suspension_words(each)
         canvas.rect(x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=title)

@@ -1,4 +1,4 @@
-"""The task's side of a child process: its start, the body, its measurements and its end.
+"""Code that runs in child processes only: their start, the task's body, its measurements, and their end.
 
-Runs in child processes only; the parent's side and the messages are in `processes`.
+The parent's code and the messages between parent and child are in `processes`.
 """

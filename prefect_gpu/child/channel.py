@@ -1,6 +1,6 @@
-"""The child's end of its channel: blocking, and safe to use from several threads.
+"""The child's end of the channel to its parent. Calls block; several threads may use the channel.
 
-`launcher` has the parent's end, `messages` the messages, and `transport` their bytes.
+`processes.launcher` has the parent's end, `messages` the messages, and `values.transport` their bytes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from prefect_gpu.values.transport import Frame, FrameReader, PackedValue, Receiv
 
 
 class Channel:
-    """The stream to the parent, which owns its descriptor. A fork of the process has no channel."""
+    """The stream socket to the parent; owns the descriptor. Closed in a fork of the child."""
 
     def __init__(self, descriptor: int) -> None:
-        # Processes that the body starts must not hold the stream open.
+        # Not inherited: processes that the body starts would keep the stream open.
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
         self._socket.setblocking(True)
@@ -35,11 +35,11 @@ class Channel:
         self._sending = threading.Lock()
         #: Held by the thread that receives.
         self._asking = threading.Lock()
-        #: Last request of the parent that was received and not taken.
+        #: The parent's last request that `take_request` has not returned.
         self._request: ReleaseUnused | None = None
         self._forked = False
         PROCESS_RESOURCES.after_fork(self, Channel.forget)
-        # Called last, since it is registered first: until then any thread may send.
+        # Registered first, so called last: other exit functions may send.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -53,12 +53,9 @@ class Channel:
             self._socket.close()
 
     def send(self, message: Message) -> None:
-        """Send a message; a fork of the child (a worker of a data loader) sends nothing.
-
-        Raises:
-            OSError: The parent is gone, or the body closed the stream.
-        """
+        """Send a message; raise `OSError` if the parent has ended or the body closed the stream."""
         if self._forked:
+            # In a fork of the child, such as a worker of a data loader.
             return
         data = messages.encode(message)
         with self._sending:
@@ -66,7 +63,7 @@ class Channel:
             self._socket.sendall(data)
 
     def send_with_value(self, message: Message, value: PackedValue) -> None:
-        """Send a message and at once the value that it announces."""
+        """Send a message, and without a gap the value that the message announces."""
         if self._forked:
             return
         with self._sending:
@@ -76,7 +73,7 @@ class Channel:
             try:
                 sent = transport.send(self._socket, header, value.files)
             except ProtocolError:
-                # The value's files cannot be sent now, and no byte of the value was sent.
+                # The value's files cannot be sent, and no byte was: send their contents.
                 contents = value.open()
                 header, body = transport.pack([contents.stream], contents.buffers, None).frame
                 sent = 0
@@ -84,11 +81,11 @@ class Channel:
             self._socket.sendall(body)
 
     def receive(self) -> Message:
-        """Wait for the next message and return it; raise `EOFError` if the parent is gone."""
+        """Wait for the next message and return it; raise `EOFError` if the parent has ended."""
         return messages.decode(self._receive().body)
 
     def receive_value(self) -> ReceivedValue:
-        """Wait for the next frame, which is a value, and return it; raise `EOFError` if the parent is gone."""
+        """Wait for the next frame, a value, and return the value; raise `EOFError` if the parent has ended."""
         return transport.unpack(self._receive())
 
     def _receive(self) -> Frame:
@@ -97,12 +94,7 @@ class Channel:
         return frame
 
     def ask(self, method: str, **arguments: Any) -> Any:
-        """Ask the parent a question, wait for the answer and return it.
-
-        Raises:
-            RuntimeError: The caller is a fork of the child.
-            BaseException: The parent has answered with this exception.
-        """
+        """Call a method of the parent by name, wait for the answer, and return its result or raise its exception."""
         if self._forked:
             raise RuntimeError(
                 f"{method} works in the process of a GPU task, not in a forked process"
@@ -118,22 +110,18 @@ class Channel:
         return answer.result
 
     def take_request(self) -> ReleaseUnused | None:
-        """Return a received request of the parent, without waiting; `None`: no request. For one thread at a time.
-
-        Raises:
-            OSError: The body closed the stream.
-        """
-        # Otherwise the thread that waits for an answer receives requests, too.
+        """Return the parent's latest request, without waiting; `None`: no new request. For one thread at a time."""
+        # If another thread waits for an answer in `ask`, that thread receives requests.
         if self._asking.acquire(blocking=False):
             try:
                 self._check()
                 if self._poll(select.POLLIN) == select.POLLIN:
                     message = self.receive()
-                    # An answer that nobody waits for is dropped.
+                    # An answer without a waiting thread is dropped.
                     if isinstance(message, ReleaseUnused):
                         self._request = message
             except EOFError:
-                # See `end_with_parent`.
+                # `end_with_parent` handles the parent's end.
                 return None
             finally:
                 self._asking.release()
@@ -141,31 +129,28 @@ class Channel:
         return request
 
     def _poll(self, mask: int) -> int:
-        """Return the events of the stream now. The end of the other side is reported for any mask."""
+        """Return the stream's current events of `poll`; the end of the parent is reported for any mask."""
         poll = select.poll()
         poll.register(self._socket, mask)
         return next((events for _, events in poll.poll(0)), 0)
 
     def end_with_parent(self) -> None:
-        """Kill this process and all that it started if the parent is gone, for the guardian may be gone, too.
-
-        Raises:
-            OSError: The body closed the stream.
-        """
+        """Kill this process and all that it started, if the parent has ended."""
         self._check()
         if self._poll(0):
+            # The guardian may have ended as well.
             pid = os.getpid()
             token = os.environ.get(TOKEN_VARIABLE, "").rpartition("/")[2]
             guardian.kill_strays({pid: token or f"of {pid}"})
             guardian.kill_group(pid)
 
     def _check(self) -> None:
-        """Raise `OSError` if the body has closed the descriptor, which may be another file's now."""
+        """Raise `OSError` if the body has closed the stream; its number may be another file's descriptor now."""
         if _identity(self._socket.fileno()) != self._identity:
             raise OSError(errno.EBADF, "the body closed the channel to the parent process")
 
     def forget(self) -> None:
-        """In a fork: close the stream, which only one process may use."""
+        """Close the stream in a fork of the child: only one process may use the stream."""
         self._forked = True
         self.close()
 
@@ -179,7 +164,7 @@ _current: Channel | None = None
 
 
 def current_channel() -> Channel | None:
-    """Return the channel of the GPU task that this process runs; `None` elsewhere."""
+    """Return the channel of this child process; `None`: this process is no child."""
     return _current
 
 

@@ -1,7 +1,8 @@
-"""The end of a child: user code is finalised, files are written, libraries are not finalised.
+"""The end of a child: finalises the user's modules and writes open files, but does not finalise libraries.
 
-Python's own end visits all objects several times. With a framework this takes more than a second, in which the device's
-memory stays in use. A fresh interpreter calls `run_exit_functions` and `finalise_users_modules`, then ends as usual.
+Python's own finalisation visits all objects several times. With a framework this takes more than a second, in which the
+device's memory stays in use. A forked child ends with `end_fork`; any other calls `run_exit_functions` and
+`finalise_users_modules`, then ends as usual.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from prefect_gpu.frameworks import registry
 
 
 def run_exit_functions() -> None:
-    """Wait for threads that are no daemons, and call the `atexit` functions, as Python does. Exceptions are printed."""
+    """Wait for non-daemon threads and call the `atexit` functions, as Python does; print their exceptions."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         try:
             step()
@@ -31,33 +32,30 @@ def run_exit_functions() -> None:
 
 
 def end_fork(code: int) -> NoReturn:
-    """End a fork like a script, without finalising memory that the fork shares.
-
-    Clearing the modules of Prefect and PyTorch copies most of the server's pages: 0.8 s instead of 0.02 s (Python 3.11).
-    `__del__` of objects that live to the end and `atexit` functions of C libraries are not called.
-    """
+    """End a fork of the server like a script, but without `__del__` of living objects and C libraries' `atexit`."""
+    # Clearing the modules of Prefect and PyTorch would copy most shared pages: 0.8 s, now 0.02 s (Python 3.11).
     run_exit_functions()
     write_open_files()
-    # The standard streams are frozen, and may hold a line without an end.
+    # The standard streams are frozen, and may buffer an incomplete line.
     _write((sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__))
     os._exit(code)
 
 
 def finalise_users_modules() -> None:
-    """Collect the user's modules and the task's objects, and freeze all others, so that Python's own end is short.
+    """Collect the user's modules and the task's objects, then freeze all other objects to shorten Python's own end.
 
-    `__del__` of these objects finds the globals of their modules, and libraries that work. A module that a library
-    refers to stays whole. Under `-X dev` nothing is frozen, since only the collector reports unclosed files.
+    Meanwhile `__del__` methods still find their modules' globals and working libraries. A module to which a library
+    refers is not collected. Under `-X dev` nothing is frozen, since only the collector reports unclosed files.
     """
     if sys.flags.dev_mode:
         gc.unfreeze()
-    # Before the collection, which may close a descriptor before its buffer is written (seen in CPython 3.11).
+    # Before the collection, which may close a file's descriptor before its buffer is written (CPython 3.11).
     files = write_open_files()
     if sys.flags.dev_mode:
         return
     held = _release_users_modules()
     gc.collect()
-    # Modules are cleared in the end, as in a script.
+    # Python clears these modules at its end, as in a script.
     sys.modules.update({name: module for name, find in held.items() if (module := find())})
     # Finalisers may have written to files.
     _write(file for find in files if (file := find()))
@@ -65,8 +63,8 @@ def finalise_users_modules() -> None:
 
 
 def write_open_files() -> list[weakref.ref[Any]]:
-    """Flush open files, except frozen files (`gc.freeze`) of libraries, and return weak references to them."""
-    # `__class__` of an object may run its code.
+    """Flush all open files except frozen ones (`gc.freeze`), which are libraries'; return weak references to them."""
+    # `isinstance` would read `__class__`, which may run an object's code.
     files = [found for found in gc.get_objects() if issubclass(type(found), _io._IOBase)]
     _write(files)
     return [weakref.ref(file) for file in files]
@@ -83,9 +81,9 @@ def _release_users_modules() -> dict[str, Any]:
     held = {}
     users = (name for name in list(sys.modules) if name != "__main__" and registry.is_users(name))
     for name in users:
-        # Some libraries put objects there that are no modules.
+        # Some libraries store objects in `sys.modules` that are no modules.
         with contextlib.suppress(TypeError):
             held[name] = weakref.ref(sys.modules[name])
-            # As in Python's own end: an import now fails, and does not run the module again.
+            # As at Python's own end: an import now fails, instead of running the module again.
             sys.modules[name] = None  # type: ignore[assignment]
     return held

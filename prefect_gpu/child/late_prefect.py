@@ -1,8 +1,8 @@
-"""Enters the task run in a child when Prefect is first imported.
+"""Enters Prefect's task run in a child when Prefect is first imported.
 
-Importing Prefect takes a second of CPU, and many bodies never use it. So a child imports Prefect before the body only
-if the parent says so (`Call.at_once`), or if the call has imported it. Otherwise the body, its imports, or the first
-record for Prefect's log handlers import Prefect. Before that `import` returns, `prefect_context` enters the task run.
+Importing Prefect takes a second of CPU, and many bodies never use Prefect. So a child imports Prefect before the body
+only if the parent requires that (`Call.at_once`) or unpickling the call does so. Otherwise the body, or the first
+record for Prefect's log handlers, imports Prefect. Before that `import` returns, `prefect_context` enters the task run.
 """
 
 from __future__ import annotations
@@ -22,25 +22,22 @@ from prefect_gpu.processes.messages import Call, ContextChanges
 if TYPE_CHECKING:
     from prefect_gpu.child.prefect_context import RunContexts
 
-#: `True` in the context of the body and in its copies (coroutines, `asyncio.to_thread`), where Prefect's own variables
-#: have the values of the task run.
+#: `True` in the body's context and its copies (coroutines, `asyncio.to_thread`): Prefect's variables are the run's.
 _is_body: ContextVar[bool] = ContextVar("prefect_gpu_is_body", default=False)
 
 
 class LatePrefect:
-    """The first import of Prefect, on any thread: Prefect's logging is set up, and a task run is entered.
+    """Sets up Prefect's logging and enters the task run at the first import of Prefect, on any thread."""
 
-    Made before any of the user's modules, which may set logging up, is imported.
-    """
-
+    # Created before the user's modules are imported, since these may set up logging.
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._is_imported = False
-        #: Enters the run; `None`: the run has not begun, or has ended.
+        #: Enters the task run; `None`: outside `run`.
         self._enter: Callable[[], None] | None = None
-        #: Contexts that the body may change; `None`: Prefect was not imported, or there is no run.
+        #: Contexts that the body may change; `None`: no task run was entered.
         self._contexts: RunContexts | None = None
-        #: Levels of loggers that only this object has set.
+        #: Levels of the root logger and of Prefect's, unless the user's code has changed them.
         self._defaults = {logging.getLogger(): logging.WARNING}
         self._stand_ins: list[_StandIn] = []
         PROCESS_RESOURCES.after_fork(self, LatePrefect._renew_lock)
@@ -49,7 +46,7 @@ class LatePrefect:
             self._stand_ins += [_StandIn(logging.getLogger(n)) for n in ("", "prefect_gpu")]
 
     def _renew_lock(self) -> None:
-        # The lock's holder may not exist in the fork.
+        # The thread that holds the lock may not exist in the fork.
         self._lock = threading.RLock()
 
     def _take_import(self) -> None:
@@ -64,11 +61,8 @@ class LatePrefect:
 
     @contextlib.contextmanager
     def run(self, call: Call, send: Callable[[Any], None]) -> Iterator[None]:
-        """Make the caller's `with` block a part of the parent's task run, once Prefect is imported.
-
-        A call without a context has no run. `send` sends a message to the parent.
-        """
-        # The importing thread's context may not be the body's, so Prefect's variables get a context of their own.
+        """Enter the parent's task run (none without `call.context`) for a `with` block, once Prefect is imported."""
+        # Prefect's variables get a separate context, since the importing thread's context may not be the body's.
         context, stack = Context(), contextlib.ExitStack()
 
         def enter() -> None:
@@ -78,7 +72,7 @@ class LatePrefect:
             self._contexts = context.run(
                 stack.enter_context, prefect_context.child_context(read, call.log_prints, send)
             )
-            # A copy: threads, such as Prefect's for events, may outlive the run.
+            # A copy: threads, such as Prefect's thread for events, may outlive the run.
             prefect_context.share(context.copy(), _is_body.get)
 
         if call.context is None:
@@ -97,11 +91,11 @@ class LatePrefect:
                 context.run(stack.close)
 
     def commit(self) -> ContextChanges | None:
-        """End the body's transactions in `run`, and return its changes to Prefect's contexts; `None`: no changes."""
+        """Commit the body's transactions, inside `run`; return the changes to Prefect's contexts, `None`: no change."""
         return (self._contexts.commit() if self._contexts is not None else None) or None
 
     def roll_back(self) -> None:
-        """Roll back the transactions of a failed body in `run`."""
+        """Roll back the transactions of a failed body, inside `run`."""
         if self._contexts is not None:
             self._contexts.roll_back()
 
@@ -119,7 +113,7 @@ class LatePrefect:
 
 
 class _StandIn(logging.Handler):
-    """Handler in place of Prefect's, whose first record imports Prefect. Beside it `logging.basicConfig` does nothing."""
+    """Log handler in place of Prefect's, which imports Prefect at its first record. Makes `basicConfig` do nothing."""
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__()
@@ -131,11 +125,11 @@ class _StandIn(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Import Prefect and pass the record to its handlers."""
-        # The handler's lock is not held: a thread that imports Prefect may log, too.
+        # Without the handler's lock, since a thread that imports Prefect may also log.
         with contextlib.suppress(Exception):
             importlib.import_module("prefect")
         if not self.is_relieved:
-            # Prefect cannot be imported, or its import logs this record.
+            # The import of Prefect has failed, or logs this record.
             if logging.lastResort is not None:
                 logging.lastResort.handle(record)
             return True
@@ -144,14 +138,14 @@ class _StandIn(logging.Handler):
             for handler in logger.handlers:
                 if handler not in self.others and record.levelno >= handler.level:
                     handler.handle(record)
-            # Above its own logger, `logging` itself finds Prefect's handlers.
+            # `logging` itself calls Prefect's handlers of the loggers above this handler's.
             logger = logger.parent if logger is not self.logger and logger.propagate else None
         return True
 
 
 @contextlib.contextmanager
 def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]) -> Iterator[None]:
-    """Set Prefect's logging up as if it came first; import the rest of Prefect in a `with` block."""
+    """Set up Prefect's logging as if before the user's; the rest of Prefect is imported in the `with` block."""
     if not stand_ins:
         # Prefect was imported before this process was forked.
         yield
@@ -161,7 +155,7 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
     before = {each: (each.level, each.propagate, each.disabled) for each in (root, *found)}
     handlers = {each: [*each.handlers] for each in before}
     # `dictConfig` replaces levels and handlers and closes handlers, so all are restored below. In new lists: `logging`
-    # may iterate over the old ones. If the root logger had a handler with a format, Prefect would skip it.
+    # may iterate over the old lists. Prefect would skip a root logger that has a handler with a format.
     root.handlers = [handler for handler in root.handlers if handler in stand_ins]
     for stand_in in stand_ins:
         stand_in.logger.handlers = [*stand_in.logger.handlers]
@@ -179,12 +173,12 @@ def _as_it_was(stand_ins: list[_StandIn], defaults: Mapping[logging.Logger, int]
             stand_in.others = [handler for find in in_order if (handler := find()) is not None]
         for logger, had in handlers.items():
             of_prefect = [each for each in logger.handlers if each not in had]
-            # Code that has removed a stand-in would have removed Prefect's handlers.
+            # Code that has removed a stand-in would have removed Prefect's handler.
             if logger is root and not any(each in stand_ins for each in had):
                 of_prefect = []
             logger.handlers = [*of_prefect, *(each for each in had if each not in stand_ins)]
     yield
-    # Last: Prefect sets levels again when the rest of it is imported.
+    # After the block, since the rest of Prefect sets levels again.
     for logger, (level, propagate, disabled) in before.items():
         if level not in (logging.NOTSET, defaults.get(logger)):
             logger.setLevel(level)

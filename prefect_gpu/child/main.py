@@ -1,7 +1,7 @@
-"""The child: one process, one task, then the end.
+"""Main function of a child process, which runs one task and ends.
 
-`bootstrap` has made the interpreter like the parent's. This module applies the policy, then reads and runs the call,
-which imports the user's modules, and sends its outcome. `processes.messages` has the order of the messages.
+Applies the task's policy, reads the call (which imports the user's modules), runs the body, and sends the result or
+exception. `bootstrap` runs before; `processes.messages` has the order of the messages.
 """
 
 from __future__ import annotations
@@ -36,12 +36,10 @@ from prefect_gpu.values.transport import PackedValue
 
 
 def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
-    """Run the task of this process.
+    """Receive a task on the channel's `descriptor`, run the task, and send its result.
 
-    Args:
-        descriptor: Descriptor of the channel to the parent.
-        warm: Modules to import before the task is known; `None`: the task is known.
-        forked: The process was forked. Reading its shared memory would copy it.
+    `warm` has the modules that a standby imports before it receives its task; `None`: not a standby. A forked process
+    (`forked`) is not finalised here, since that would copy the memory that it shares with the fork server.
     """
     interrupts = _Interrupts()
     channel = Channel(descriptor)
@@ -52,10 +50,10 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
             try:
                 warm_up.become_task_process(prepare.late)
             except (OSError, ImportError):
-                # The task's folder is gone, or modules have changed: a fresh process runs the task.
+                # The task's folder is gone, or modules have changed: the parent starts a fresh process.
                 os._exit(UNSUITED_CODE)
         prepare.interpreter.apply()
-        # Not earlier: a module that asks the parent a question at its import would wait for ever.
+        # After a standby's imports: a module that asks the parent a question there would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
@@ -69,7 +67,7 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
 
 
 def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
-    """Wait for the task; a standby imports its modules first."""
+    """Wait for the task's `Prepare` and return it; a standby first imports its modules (`warm`)."""
     if warm is not None:
         done = warm_up.warm_up(warm)
         channel.send(done)
@@ -83,20 +81,20 @@ def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
 
 
 class _Interrupts:
-    """SIGINT in this process: it has no effect, as the bootstrap has set it, except while the task runs."""
+    """Handler of SIGINT in this process, which has no effect (see `bootstrap`) except while the task runs."""
 
     def __init__(self) -> None:
         self._without_effect = signal.getsignal(signal.SIGINT)
 
     def begin(self, flow: InterpreterState) -> None:
-        """Give SIGINT its effect in the flow's process, unless a module has set its own handler."""
+        """Handle SIGINT and block signals as the flow's process does; a handler set by a module stays."""
         if signal.getsignal(signal.SIGINT) is self._without_effect:
             ignored = flow.ignores_interrupt
             signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, flow.blocked_signals)
 
     def end(self) -> None:
-        """Make SIGINT without effect again, unless the body has set a handler."""
+        """Make SIGINT have no effect again; a handler set by the body stays."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._without_effect)
 
@@ -125,9 +123,9 @@ def _run(
         if made_for_it:
             for library in prepare.libraries:
                 importlib.import_module(library)
-            # Finalising libraries at the end would keep the device's memory in use.
+            # Frozen libraries are not finalised at the end, which would keep the device's memory in use.
             gc.freeze()
-        # First: the call is the next frame, and the functions below may ask the flow's process.
+        # First, as the call is the next frame: the functions below may ask the flow's process and read answers.
         received = [channel.receive_value()]
         stand_ins.set_source(functools.partial(_fetch, channel))
         stand_ins.install(prepare.private_modules, prepare.users_modules)
@@ -135,11 +133,11 @@ def _run(
         # Imported late: it takes 10 ms.
         hooks.AfterImport({"multiprocessing.spawn": spawned.keep_main_from_running}).install()
         registrations.register_after_import(prepare.registered)
-        # No name refers to the value, so that its memory is freed as soon as it is read.
+        # No name refers to the packed call, so that its memory is freed once the call is read.
         call = values.load_call(received.pop())
         with late_prefect.run(call, channel.send):
             sampler.start()
-            # The first collection visits all objects of the imports (0.1 s with PyTorch), outside the body's time.
+            # The first collection visits all imported objects (0.1 s with PyTorch): not in the body's time.
             gc.collect(0)
             gc.enable()
             prepare.interpreter.apply_before_body()
@@ -150,7 +148,7 @@ def _run(
             except BaseException as error:
                 failed = error
                 registrations.add_note(error, call.function)
-                # Before other processes take memory, and before the body's frames are released.
+                # At once, before other processes take memory and before the body's frames are released.
                 shortage = find_shortage(error, names, readings)
                 late_prefect.roll_back()
                 raise
@@ -161,14 +159,14 @@ def _run(
             changed = late_prefect.commit()
         in_task.set_current_recorder(None)
         if changed is not None:
-            # In the message itself, which has no memory files.
+            # Without memory files, since `BodyEnded` contains these bytes.
             pack = functools.partial(transport.pack, write=None)
             changes = values.dumps(changed, "transaction", "transaction", reducers, pack)
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
         if failed is None:
-            # Errors of the call's reading, of a framework's setup and of the result's copy to the host count, too.
+            # Memory may also run out as the call is read, a framework is set up, or the result is copied to the host.
             failed, shortage = error, find_shortage(error, names, readings)
         raised, text, changes = True, _format_traceback(failed), None
         data = values.dump_exception(failed, reducers)
@@ -182,7 +180,7 @@ def _run(
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process; raise `AttributeError` if it cannot be sent."""
+    """Return an attribute of a module of the flow's process; raise `AttributeError` if its value cannot be sent."""
     try:
         return channel.ask("attribute", module=module, name=name).load()
     except AttributeError:
@@ -193,7 +191,7 @@ def _fetch(channel: Channel, module: str, name: str) -> Any:
 
 
 def run_body(call: Call) -> Any:
-    """Return the body's value: of a coroutine its result, of a generator the list of its values, as Prefect does."""
+    """Call the body and return its result: awaited for a coroutine, a list for a generator, as in Prefect."""
     result = call.function(*call.args, **call.kwargs)
     if inspect.isawaitable(result) or inspect.isasyncgen(result):
         # Imported late: it takes 25 ms.
@@ -212,10 +210,10 @@ async def _finish(result: Any) -> Any:
 
 
 def calibrate(framework: str) -> None:
-    """Use a framework on its device, in place of a body, until the parent has read the device and ends this process.
+    """Run as a body that measures a framework: use the device, and report the allocator's bytes to the parent.
 
-    Raises:
-        FrameworkError: The framework is not installed, or failed on the device.
+    The parent does not answer, but ends this process when it has read the device's memory. Raise `FrameworkError` if
+    the framework is not installed or fails on the device.
     """
     try:
         reserved_bytes = registry.ADAPTERS[framework].calibrate()
@@ -228,7 +226,7 @@ def calibrate(framework: str) -> None:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Return the traceback as text, without this package's frames above those of the body."""
+    """Return the traceback as text, without this folder's frames that called the body."""
     frames = traceback.TracebackException.from_exception(error, capture_locals=False)
     own = os.path.dirname(__file__)
     while len(frames.stack) > 1 and frames.stack[0].filename.startswith(own):

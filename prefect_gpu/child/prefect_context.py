@@ -1,7 +1,7 @@
-"""Prefect's context in a child: the body runs as a part of the parent's task run.
+"""Prefect's contexts in a child, in which the body runs as a part of the parent's task run.
 
-Importing this module imports Prefect; `late_prefect` decides when. This module has all undocumented names of Prefect
-that the child uses, except for logging; `prefect_gpu.engine` has the parent's. Checked against Prefect 3.8.8;
+Importing this module imports Prefect; `late_prefect` decides when. All undocumented names of Prefect that the child
+uses are here, except for logging; the parent's are in `prefect_gpu.engine`. Checked against Prefect 3.8.8;
 `tests/integration/test_bridge.py` names the function that a change of Prefect breaks.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from prefect import context as prefect_variables
 
-# Imports `prefect.main`, which sets logging up: needed before the body continues.
+# Imports `prefect.main`, which sets up logging: needed before the body continues.
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.context import AssetContext, hydrated_context
@@ -31,7 +31,7 @@ from prefect_gpu.processes.messages import ContextChanges, EventEmitted, LogEmit
 
 
 class EventQueue:
-    """A queue that sends events of Prefect's client to the parent. `EventsWorker` needs it to be hashable."""
+    """Queue of Prefect's events client that sends each event to the parent. Hashable, as `EventsWorker` requires."""
 
     def __init__(self, send: Callable[[Any], None]) -> None:
         self._send = send
@@ -45,19 +45,14 @@ class EventQueue:
 def child_context(
     context: dict[str, Any], log_prints: bool, send: Callable[[Any], None]
 ) -> Iterator[RunContexts]:
-    """Enter the parent's task run, to which logs, prints, runtime ids, artifacts and nested flows then belong.
+    """Enter the parent's task run: logs, prints, runtime ids, artifacts and nested flows then belong to the run.
 
-    Args:
-        context: The result of `context_for_child`.
-        log_prints: Prints go to the run's log.
-        send: Sends a message to the parent.
-
-    Yields:
-        The contexts that a body may change.
+    `context` is the result of `engine.child_context.context_for_child`. With `log_prints`, prints go to the run's log.
+    `send` sends a message to the parent. Yields the contexts that the body may change.
     """
-    # As JSON: unpickling ids and times of Prefect's own types would import Prefect.
+    # As JSON: unpickling Prefect's types for ids and times would import Prefect.
     set_api_log_sink(lambda log: send(LogEmitted(json.loads(json.dumps(log, default=str)))))
-    # `emit_event` drops events of unknown client classes, so the client is Prefect's own class.
+    # Prefect's own client class, since `emit_event` drops events of unknown client classes.
     EventsWorker.set_client_override(
         ProcessPoolForwardingEventsClient, event_queue=EventQueue(send)
     )
@@ -71,17 +66,17 @@ def child_context(
 
 
 class RunContexts:
-    """Copies of the task run's transactions (its own first, then the outer ones) and assets, until `stack` is closed.
+    """Copies of the task run's transactions and its assets, active until `stack` is closed.
 
-    A copy has no result store: only the flow's process writes the task's result and holds its lock. Transactions that
-    the body begins end in this process, with the body.
+    `transactions` has the task run's own transaction first, then those around it. A copy has no result store: only the
+    flow's process writes the task's result and holds its lock. Transactions that the body begins end with the body.
     """
 
     def __init__(self, transactions: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> None:
         self._assets = AssetContext.get()
-        #: Each transaction has its values before the body.
+        #: Each transaction, with its values before the body.
         self._transactions: list[tuple[Transaction, dict[str, Any]]] = []
-        # `share` replaces this variable.
+        # Read here, since `share` replaces the attribute.
         variable = cast(ContextVar[Any], BaseTransaction.__var__)
         for fields in reversed(transactions):
             own = Transaction(**fields["fields"])
@@ -91,7 +86,7 @@ class RunContexts:
             self._transactions.insert(0, (own, fields["values"]))
 
     def commit(self) -> ContextChanges:
-        """Commit the transactions that the body has begun, and return the changes for the flow's process."""
+        """Commit the transactions that the body has begun, and return its changes for the flow's process."""
         on_commit: tuple[Callable[..., Any], ...] = ()
         on_rollback: tuple[Callable[..., Any], ...] = ()
         if self._transactions:
@@ -113,7 +108,7 @@ class RunContexts:
 
 
 class _RunHandler(logging.Handler):
-    """Passes warnings to the log of the task run, even from threads without its context."""
+    """Log handler that adds warnings to the task run's log, even from threads without the run's context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,11 +126,11 @@ class _RunHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _log_on_the_run() -> Iterator[None]:
-    """Add warnings of this package to the task run's log."""
+    """Add this package's warnings to the task run's log, for a `with` block."""
     logger, handler = logging.getLogger("prefect_gpu"), _RunHandler()
     propagate = logger.propagate
     logger.addHandler(handler)
-    # The run's logger prints them too.
+    # The run's logger prints them as well.
     logger.propagate = False
     try:
         yield
@@ -145,10 +140,10 @@ def _log_on_the_run() -> Iterator[None]:
 
 
 def share(run: Context, is_body: Callable[[], bool]) -> None:
-    """Give Prefect's context variables the values of a run in the body's context and all its copies.
+    """Replace Prefect's context variables, so that they have the values of `run` in the body's context and its copies.
 
-    Values set in one thread or coroutine of the body, where Prefect may be imported, do not show in others.
-    `is_body` returns whether the caller's context is the body's, or a copy of it.
+    Needed because a value set by the thread or coroutine that imports Prefect does not show in others. `is_body`
+    returns whether the caller's context is the body's or a copy of it.
     """
     module = vars(prefect_variables)
     for name, held in [*module.items(), ("", BaseTransaction)]:
@@ -163,7 +158,7 @@ def share(run: Context, is_body: Callable[[], bool]) -> None:
 
 
 class _SharedVariable:
-    """A `ContextVar` that has the run's value wherever the body's context has none."""
+    """A `ContextVar` with a default for the body's context: its value in the context of the run."""
 
     def __init__(
         self, variable: ContextVar[Any], run: Context, is_body: Callable[[], bool]
@@ -180,7 +175,7 @@ class _SharedVariable:
         return self._variable.get(*default) if value is _NOTHING else value
 
     def set(self, value: Any) -> Token[Any]:
-        """See `ContextVar.set`. The token's old value, which Prefect reads, may be the run's."""
+        """See `ContextVar.set`. `Token.old_value`, which Prefect reads, may be the run's value."""
         if self._variable.get(_NOTHING) is _NOTHING and self.get(_NOTHING) is not _NOTHING:
             self._variable.set(self.get())
         return self._variable.set(value)
@@ -194,22 +189,22 @@ _NOTHING = object()
 
 
 def rehearse() -> None:
-    """In a standby: do the part of `child_context` that is the same for every run (15 of 45 ms, Prefect 3.8.8)."""
-    # Blocks, such as result storage, need the collections, and Prefect keeps them.
+    """Do the part of `child_context` that is the same for all runs, in a standby (15 of 45 ms, Prefect 3.8.8)."""
+    # Blocks, such as result storage, need the collections. Prefect caches them.
     load_prefect_collections()
-    # This sets logging up, and builds the models of the contexts.
+    # Sets up logging, and builds the models of the contexts.
     with hydrated_context({"tags_context": {}}, client=_LateClient()):
         pass
 
 
 class _LateClient(SyncPrefectClient):
-    """An API client that is made when it is first used: reading its certificates takes 17 ms."""
+    """An API client that is created at its first use, since reading certificates takes 17 ms."""
 
     def __init__(self) -> None:
         pass
 
     def __getattr__(self, name: str) -> Any:
-        # Called for attributes that `__init__` would have set.
+        # Called only for missing attributes: before the client was created.
         if "_client" in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         self.__dict__.update(get_client(sync_client=True).__dict__)

@@ -1,8 +1,8 @@
 """The fork server's process: imports libraries, then forks a process for each request.
 
-Run by path, with the descriptor of the control socket and a title for `ps`. This process starts no thread and touches
-no device, so that its forks equal fresh interpreters after the same imports. `bootstrap` has the start of a fork, and
-`processes.fork_server` the parent's side. Standard library only until `sys.path` is the parent's, as in `bootstrap`.
+Run by path, with the control socket's descriptor and a title for `ps` as arguments. Starts no thread and touches no
+device, so that forks equal fresh interpreters after the same imports. Imports only the standard library until
+`sys.path` is the parent's. A fork continues in `bootstrap`; `processes.fork_server` has the parent's side.
 """
 
 import os
@@ -30,9 +30,9 @@ _BOOT_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Import the requested modules, report failures, then serve until the parent is gone."""
+    """Import the modules that the parent names, report failed imports, then fork on request until the parent ends."""
     gc.disable()
-    # Ctrl-C is meant for the parent, which ends this process. A function and not `SIG_IGN`, as in `bootstrap`.
+    # Ctrl-C is for the parent, which ends this process. No `SIG_IGN`, for the reason given in `bootstrap`.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda number, frame: None)
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -43,7 +43,7 @@ def main() -> None:
     from prefect_gpu.child import warm_up
 
     failed = warm_up.import_all(boot["modules"])
-    # Otherwise each fork would print the buffered output again.
+    # Otherwise each fork would print the buffered output as well.
     sys.stdout.flush()
     # The collector skips frozen objects, whose pages would be copied in each fork.
     gc.freeze()
@@ -59,14 +59,14 @@ def main() -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork a process for each request, until the parent's end is closed.
+    """Fork a process for each request on the socket `control`, until the parent closes its end.
 
-    A request has the descriptors for `bootstrap.main_of_fork`. Its reply socket receives the exit code as text when the
-    fork has ended, or the reason why a fork was refused.
+    A request carries the five descriptors of `bootstrap.main_of_fork`. This process writes text to the socket `reply`:
+    the fork's exit code when the fork has ended, or the reason why the system refused to fork.
     """
     from prefect_gpu.child import bootstrap
 
-    #: By the pidfd of each fork: its process id, and the descriptor of its reply socket.
+    #: Process id and `reply` descriptor of each living fork, by its pidfd.
     forks: dict[int, tuple[int, int]] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -83,7 +83,7 @@ def serve(control: socket.socket) -> None:
             if not request:
                 return
             if len(received) < 5:
-                # No descriptor was free for some of them. The parent sees its end of the reply socket close.
+                # This process has no descriptor left. The parent sees its end of the reply socket close.
                 _close(received)
                 continue
             channel, stdout, stderr, reply, content = received
@@ -100,7 +100,7 @@ def serve(control: socket.socket) -> None:
                         _close((pidfd, other))
                     bootstrap.main_of_fork(*received)
                 finally:
-                    # `main_of_fork` ends the process; this line is reached only if it fails.
+                    # Reached only if `main_of_fork`, which ends the process, fails.
                     os._exit(1)
             _close((channel, stdout, stderr, content))
             pidfd = os.pidfd_open(pid)
@@ -120,11 +120,9 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def end_with_parent(control: socket.socket, on: bool) -> None:
-    """Make the kernel end this process when the parent closes its end of `control`, or (`on` is `False`) undo that.
-
-    Nothing reads the socket during imports, which take seconds. An asynchronous socket sends SIGIO, which ends a
-    process, when the other end closes; the parent sends nothing meanwhile.
-    """
+    """Make the kernel end this process when the parent closes its end of `control`; undo that if `on` is `False`."""
+    # For the imports, in which nothing reads the socket for seconds: an asynchronous socket sends SIGIO, which ends a
+    # process, when the other end closes. The parent sends nothing meanwhile.
     flags = fcntl.fcntl(control, fcntl.F_GETFL)
     if not on:
         fcntl.fcntl(control, fcntl.F_SETFL, flags & ~os.O_ASYNC)
@@ -132,13 +130,13 @@ def end_with_parent(control: socket.socket, on: bool) -> None:
     fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(control, fcntl.F_SETFL, flags | os.O_ASYNC)
     with contextlib.suppress(BlockingIOError):
-        # A socket that was closed before sends no signal.
+        # If the other end was closed earlier, no signal comes.
         if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
             os._exit(0)
 
 
 def find_problem() -> str:
-    """Return why this process must not be forked; empty: it may be forked."""
+    """Return the reason why this process must not be forked; empty: forking is safe."""
     names = [thread.name for thread in threading.enumerate()]
     if len(names) > 1:
         return f"its libraries have started threads ({', '.join(names[1:])})"

@@ -1,6 +1,6 @@
-"""Reads a child's memory: from frameworks and the driver on GPUs, from `prefect_gpu.testing` on simulated devices.
+"""Reads a child's device memory from frameworks and the driver, or from `prefect_gpu.testing` (simulated devices).
 
-`recorder` collects the readings.
+`recorder` calls the readings and keeps the results.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ T = TypeVar("T")
 
 
 class Readings:
-    """Readings of one child's memory. Its methods do not raise: a measurement must not fail a body.
-
-    Tests pass `own` and `contexts` in place of the machine's driver.
-    """
+    """Reads the device memory of this child. The methods do not raise, since a measurement must not fail a body."""
 
     def __init__(
         self,
@@ -40,17 +37,18 @@ class Readings:
         self._adapters = adapters
         self._snapshot_path = policy.snapshot_path
         self._simulated = policy.device_kind == "simulated"
-        #: Whether the task keeps unused memory on purpose.
+        #: The task keeps unused memory (`gpu:allocation=all`).
         self._keeps_unused = policy.allocation == "all"
         on_gpu = policy.device_kind == "nvml"
+        # Tests pass `own` and `contexts` in place of the machine's driver.
         self._own = (own or OwnMemory(policy.device_uuids)) if on_gpu else None
         self._contexts = contexts or PrimaryContexts(len(policy.device_uuids) if on_gpu else 0)
-        #: Memory of the frameworks at the last reading.
+        #: Bytes of the frameworks at the last reading.
         self._held_bytes = 0
         self._reported = False
 
     def sample(self) -> tuple[int, int] | None:
-        """Read bytes allocated now and allocation retries so far, as cheaply as possible."""
+        """Return the bytes allocated now and the allocation retries so far, read as cheaply as possible."""
         if self._simulated:
             counters = self.counters()
             return None if counters is None else (counters.live_bytes, counters.alloc_retries or 0)
@@ -60,7 +58,7 @@ class Readings:
         return found
 
     def counters(self) -> Counters | None:
-        """Read all counters; `None`: no framework has touched a device, or they cannot be read."""
+        """Return the frameworks' counters; `None`: no framework has used a device, or reading failed."""
         if self._simulated:
             found: Counters | None = _ask_simulated("tally")
             return found
@@ -70,32 +68,30 @@ class Readings:
         return counters
 
     def begin_trace(self) -> EndTrace | None:
-        """Begin to trace allocations; `None`: no framework can be traced now."""
+        """Begin to trace allocations and return the function that ends the trace; `None`: not possible now."""
         if self._simulated:
             trace: EndTrace | None = _ask_simulated("begin_trace")
             return trace
         return self._ask(hooks.begin_trace)
 
     def release_unused(self) -> None:
-        """Return unused device memory of the frameworks to the driver, where that is safe.
-
-        A task with `gpu:allocation=all` keeps it: another program could take it before the task needs it.
-        """
+        """Return the frameworks' unused device memory to the driver if that is safe, unless `gpu:allocation=all`."""
+        # With that tag the task keeps its memory: another program could take it before the task needs it.
         if self._own is None or self._keeps_unused or self._contexts.lost:
             return
         with unbound_by_captures() as unbound:
             for adapter in self._adapters if unbound else ():
-                # Memory that a framework refuses to release is moved.
+                # A suspension moves memory that a framework refuses to release.
                 with contextlib.suppress(Exception):
                     adapter.release_unused()
 
     def memory_summary(self, framework: str) -> str:
-        """Return a framework's own summary of its memory; empty: no summary."""
+        """Return a framework's text summary of its memory; empty: none."""
         named = self._named(framework)
         return self._ask(lambda _: named[0].memory_summary() if named else "") or ""
 
     def write_snapshot(self, framework: str) -> str:
-        """Write a framework's snapshot to the policy's path; return the path; empty: no file."""
+        """Write a framework's memory snapshot to the policy's path and return the path; empty: no file was written."""
         path, named = self._snapshot_path, self._named(framework)
         if not path or not named or self._contexts.lost:
             return ""
@@ -110,11 +106,11 @@ class Readings:
         return [adapter for adapter in self._adapters if adapter.name == framework]
 
     def own(self) -> tuple[OwnUse, ...]:
-        """Read the driver's figures for this process on its devices; empty without a driver."""
+        """Return the driver's figures for this process on each of its devices; empty without a driver."""
         return () if self._own is None else self._own.read()
 
     def process_bytes(self) -> int | None:
-        """Read the driver's sum for this process over all its devices; `None`: unknown."""
+        """Return the device memory of this process in bytes, from the driver, over all devices; `None`: unknown."""
         known = [use.process_bytes for use in self.own() if use.process_bytes is not None]
         return sum(known) if known else None
 
@@ -123,7 +119,7 @@ class Readings:
             return None
         try:
             found = question(self._adapters)
-            # After the question: counters from before the destruction of a context are right, later ones are not.
+            # Checked afterwards: counters are wrong once a context was destroyed.
             if found is None or not self._contexts.read():
                 return found
             logger.warning(
@@ -136,7 +132,7 @@ class Readings:
             )
             return None
         except Exception as error:
-            # Only once: readings are taken two hundred times a second.
+            # Once: readings are taken two hundred times a second.
             if not self._reported:
                 self._reported = True
                 sys.stderr.write(f"prefect_gpu: counters cannot be read: {error!r}\n")
@@ -144,6 +140,6 @@ class Readings:
 
 
 def _ask_simulated(name: str) -> Any:
-    """Call a function of `prefect_gpu.testing`; return `None` if the body has not imported the module completely."""
+    """Call a function of `prefect_gpu.testing`; `None`: the body has not (completely) imported that module."""
     function = getattr(sys.modules.get("prefect_gpu.testing"), name, None)
     return None if function is None else function()

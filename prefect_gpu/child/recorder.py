@@ -1,9 +1,9 @@
-"""Records the phases, marks and steps of a body in its child, with their memory.
+"""Records the memory and time of a body's phases, marks and steps, in its child process.
 
-Counters are read at the beginning and at the end of a phase. In between, the thread of a `LiveSampler` takes a sample
-every few milliseconds. Samples miss short peaks, so each fully read step after the first is traced, too, if its
-framework allows it. Counters are not reset, since the body may read them, and devices are not synchronised: seconds are
-those of the CPU. `measurements` limits the number of kept marks.
+Phases are `with` blocks, marks are moments, steps are repetitions. All counters are read at both ends of a phase. In
+between, a `LiveSampler` takes a sample every few milliseconds. Samples miss short peaks, so allocations are also traced
+in fully read steps after the first, if the framework allows that. Counters are not reset, since the body may read them.
+Devices are not synchronised: seconds are the CPU's. `measurements` limits the number of kept marks.
 """
 
 from __future__ import annotations
@@ -37,26 +37,24 @@ from prefect_gpu.processes.messages import CountersRead, ReleasedUnused
 
 T = TypeVar("T")
 
-#: Number of last steps whose seconds and final memory are kept, for the median and the slope.
+#: Number of last steps whose seconds and end memory are kept, for the median and the slope.
 KEPT_STEPS = 512
 
-#: Steps are alike if the largest two steady steps differ by less than this factor. Steps on inputs of one size take the
-#: same memory to the byte (PyTorch). A smaller last batch or an evaluation is not among the largest two.
+#: Steps are alike if the peaks of the two largest steady steps differ by less than this factor. For inputs of one size,
+#: PyTorch's peaks are equal to the byte. A smaller last batch or an evaluation is not among the two largest.
 ALIKE_FACTOR = 1.02
 
-#: Step ends needed for a slope: one outlier among three misleads.
+#: Step ends needed for a slope: one outlier among three would mislead.
 LEAST_FOR_SLOPE = 4
 
 
 class StepBook:
-    """Collects the facts about one body's steps. For one thread at a time.
+    """Computes `StepFacts` from the readings of one body's steps. For one thread at a time.
 
     Steps are *steady* after the first step, in which frameworks try kernels and take more memory, and after the last
-    step in which the allocator had to release its cache. Of the open step, memory counts, but seconds do not. A step
-    read only at its ends shows no peak: on a busy machine samples come late.
-
-    If steady steps are not alike, inputs change size, and the memory of the first step counts: it may have had the
-    largest input.
+    step in which the allocator had to release its cache. The memory of the open (unfinished) step counts, its seconds
+    do not. A step read only at its ends has no known peak: on a busy machine samples come late. If steady steps are not
+    alike, inputs change size, and the first step's memory counts, since its input may have been the largest.
     """
 
     def __init__(self) -> None:
@@ -64,37 +62,35 @@ class StepBook:
         self._first_live: int | None = None
         #: Peak bytes in the open step.
         self._open_live: int | None = None
-        #: Whether the open step was read between its ends, or has a known peak.
+        #: The open step was read between its ends, or its peak is known.
         self._is_open_read = False
         self._steady_live: int | None = None
-        #: Second largest peak of the steady steps that have ended; `None`: fewer than two steps.
+        #: Second largest peak of the ended steady steps; `None`: fewer than two.
         self._second_live: int | None = None
         self._steady = 0
         self._last_retries = 0
         #: Allocation retries after the first step.
         self._retries = 0
-        #: Whether the allocator had to release its cache in the open step.
+        #: The allocator had to release its cache in the open step.
         self.released_cache = False
         self._ended_s: float | None = None
         self._seconds: deque[float] = deque(maxlen=KEPT_STEPS)
-        #: Number of a steady step, and bytes allocated at its end.
+        #: Numbers of steady steps, each with the bytes allocated at its end.
         self._ends: deque[tuple[int, int]] = deque(maxlen=KEPT_STEPS)
 
     def reading(
         self, live_bytes: int, alloc_retries: int | None = None, *, at_end: bool = False
     ) -> None:
-        """Add a reading of the allocated bytes, or their peak in the open step.
+        """Add a reading of the frameworks' allocated bytes, or of their peak, to the open step.
 
-        Args:
-            live_bytes: Bytes that the frameworks have allocated.
-            alloc_retries: How often an allocator had to release its cache so far; `None`: not read.
-            at_end: The reading is of the end of the step, when most of the memory may be free again.
+        `alloc_retries` is how often an allocator had to release its cache so far (`None`: not read). A reading
+        `at_end` of the step is no peak: most of the memory may be free again.
         """
         self._open_live = largest(self._open_live, live_bytes)
         self._is_open_read = self._is_open_read or not at_end
         if alloc_retries is None:
             return
-        # Fewer than before: the body reset the statistics of its framework.
+        # Fewer than before: the body has reset the framework's statistics.
         rise = alloc_retries - self._last_retries
         more = rise if rise >= 0 else alloc_retries
         self._last_retries = alloc_retries
@@ -105,7 +101,7 @@ class StepBook:
     def boundary(
         self, at_s: float, live_bytes: int | None = None, alloc_retries: int | None = None
     ) -> None:
-        """End a step at a monotonic time, with the reading of that moment; `live_bytes`: `None` is no reading."""
+        """End the open step at a monotonic time, with a reading of that moment (`live_bytes` is `None`: no reading)."""
         if live_bytes is not None:
             self.reading(live_bytes, alloc_retries, at_end=True)
         if self.count == 0:
@@ -123,7 +119,7 @@ class StepBook:
             self._seconds.append(max(0.0, at_s - self._ended_s))
         self._ended_s = at_s
         self.count += 1
-        # The memory at the end of a step is the memory at the beginning of the next.
+        # A step begins with the memory at the end of the last.
         self._open_live, self._is_open_read, self.released_cache = live_bytes, False, False
 
     def _add_peak(self, live_bytes: int) -> None:
@@ -136,7 +132,7 @@ class StepBook:
         """Return the facts about the steps so far; `None`: no step has ended."""
         if self.count == 0:
             return None
-        # Most bodies have no steps.
+        # Imported late, since most bodies have no steps.
         from statistics import linear_regression, median
 
         steady = self._steady > 0 and not self.released_cache
@@ -157,58 +153,58 @@ class StepBook:
         )
 
 
-#: After the first steps, full readings of steps may take one part in this number of the time, and samples at the ends
-#: of steps as much. On an H200 with PyTorch 2.11, a sample takes 40 µs, and a step with four phases in full 1 ms.
+#: After the first steps, reading all counters may take 1/READ_SHARE of the time, and samples at steps' ends as much. On
+#: an H200 with PyTorch 2.11, a sample takes 40 µs, and reading a step with four phases in full takes 1 ms.
 READ_SHARE = 100
 
-#: Most names that are kept, for bodies with a new name each time.
+#: Most names kept of phases and marks: a body may invent a new name each time.
 KEPT_NAMES = 256
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A phase that has begun, or the time since the last mark."""
+    """An open phase, or the time since the last mark, with its memory peaks so far."""
 
     name: str
     #: Monotonic seconds.
     began_s: float
-    #: Number of the step at its beginning, from 0.
+    #: Number of the step in which the span began, from 0.
     step: int
-    #: Peaks so far, in bytes; `None`: unknown, or not measured.
+    #: `None`: unknown, or not measured.
     peak_live_bytes: int | None = None
     peak_reserved_bytes: int | None = None
 
 
 class Recorder:
-    """Records one body's phases, marks and steps. Any thread may use it.
+    """Records one body's phases, marks and steps. Safe to use from several threads.
 
-    A step ends with `step()`. In a body without such calls, the first name that occurs twice begins a step at each
-    occurrence.
+    A step ends with `step()`. In a body without such calls, each occurrence of the first repeated name of a phase or
+    mark begins a step.
     """
 
     def __init__(self, source: Readings, clock: Clock | None = None) -> None:
         self._source = source
         self._clock: Clock = clock or RealClock()
         PROCESS_RESOURCES.after_fork(self, Recorder.forget)
-        # Reentrant: a finalizer that calls `mark` may run anywhere. Readings are taken under it, to keep their order.
+        # Reentrant, since a finalizer that calls `mark` may run anywhere. Held during readings, to keep their order.
         self._lock = threading.RLock()
         self._book = StepBook()
         self._keeper = MarkKeeper()
-        #: When the body's first line ran.
+        #: Time of the body's first line.
         self._origin_s = self._clock.now()
         self._since_mark = Span("", self._origin_s, 0)
-        #: The open phases that are measured, and the time since the last mark.
+        #: Measured open phases, and the time since the last mark.
         self._spans = [self._since_mark]
         #: The frameworks' own peaks at the last reading.
         self._peak_live_bytes = 0
         self._peak_reserved_bytes = 0
         self._has_steps = False
         self._names: set[str] = set()
-        #: Without `step`: name that begins a step; `None`: unknown.
+        #: Name that begins a step in a body without `step`; `None`: unknown.
         self._head: str | None = None
-        #: End of the last phase or mark that belongs to the open step.
+        #: Time of the open step's last mark or end of a phase.
         self._tail_s: float | None = None
-        #: State of the open step: read in full, number of marks, seconds of reading.
+        #: Of the open step: all counters are read; number of measured marks; seconds of reading.
         self._in_full = True
         self._marked = 0
         self._spent_s = 0.0
@@ -220,7 +216,7 @@ class Recorder:
         self._sample_due_s = 0.0
 
     def begin_phase(self, name: str) -> Span:
-        """Begin a phase; pass the returned value to `end_phase`."""
+        """Begin a phase, and return its span for `end_phase`."""
         with self._lock:
             at_s = self._clock.now()
             is_new = self._take_name(name, at_s)
@@ -230,7 +226,7 @@ class Recorder:
             return phase
 
     def end_phase(self, phase: Span) -> None:
-        """End a phase and measure it."""
+        """End a phase, and record its time and memory."""
         with self._lock:
             at_s = self._tail_s = self._clock.now()
             if phase in self._spans:
@@ -238,7 +234,7 @@ class Recorder:
                 self._spans.remove(phase)
 
     def mark(self, name: str) -> None:
-        """Record this moment, with the peaks since the last mark."""
+        """Record a mark at this moment, with the memory peaks since the last mark."""
         with self._lock:
             at_s = self._clock.now()
             is_new = self._take_name(name, at_s)
@@ -253,7 +249,7 @@ class Recorder:
             self._begin_span(self._since_mark, counters)
 
     def step(self) -> None:
-        """End a step."""
+        """End the open step of the body; see `prefect_gpu.step`."""
         with self._lock:
             self._has_steps = True
             self._end_step(self._clock.now())
@@ -264,12 +260,12 @@ class Recorder:
         return self._book.count
 
     def begin(self) -> None:
-        """Begin the body: times count from here."""
+        """Note that the body begins: times of marks count from here."""
         with self._lock:
             self._origin_s = self._clock.now()
 
     def sample(self, *, at_end: bool = False) -> tuple[int, int | None] | None:
-        """Take a sample, record it and return it: bytes allocated now, allocation retries so far."""
+        """Record a sample and return its allocated bytes and allocation retries so far; `None`: unknown."""
         with self._lock:
             found = self._source.sample()
             if found is not None:
@@ -277,13 +273,13 @@ class Recorder:
             return found
 
     def counters(self, *, at_end: bool = False) -> Counters | None:
-        """Read all counters, record them and return them; `at_end`: at the end of a step."""
+        """Read, record and return all counters (`at_end`: of the end of a step); `None`: unknown."""
         with self._lock:
             counters = self._timed(self._source.counters)
             if counters is None:
                 return None
             live, reserved = counters.live_bytes, counters.reserved_bytes
-            # A peak that differs from the last one is newer than it. After a reset by the body it is lower.
+            # A changed peak is newer than the last reading. (After a reset by the body, peaks are lower.)
             if counters.peak_live_bytes != self._peak_live_bytes:
                 live, at_end = max(live, counters.peak_live_bytes), False
             self._peak_live_bytes = counters.peak_live_bytes
@@ -295,17 +291,17 @@ class Recorder:
             return counters
 
     def release_unused(self) -> None:
-        """Return unused device memory of the frameworks to the driver, without the lock: the device may be busy."""
+        """Return the frameworks' unused device memory to the driver. Takes no lock, since the device may be busy."""
         self._source.release_unused()
 
     def stop(self) -> None:
-        """End the body, after success or failure: nothing is traced from here on."""
+        """Stop tracing allocations, after the body's success or failure."""
         with self._lock:
             self._over = True
             self._end_trace()
 
     def finish(self) -> None:
-        """End the last step of a body that has returned, if names begin the steps; not called if the body raised."""
+        """Read all counters, and end the last step if steps begin with a name. Only if the body returned a value."""
         with self._lock:
             self._end_trace()
             self.counters()
@@ -313,19 +309,19 @@ class Recorder:
                 self._book.boundary(self._tail_s)
 
     def take(self) -> tuple[StepFacts | None, tuple[Mark, ...]]:
-        """Return the facts about the steps so far, and the marks that were not returned before."""
+        """Return the facts about the steps so far (`None`: no step), and the marks since the last call."""
         with self._lock:
             return self._book.facts(), self._keeper.take()
 
     def forget(self) -> None:
-        """In a fork (a worker of a data loader): stop recording; open phases may still end."""
+        """Stop recording in a fork of the child, such as a worker of a data loader; open phases may still end."""
         in_task.set_current_recorder(None)
-        # The lock's holder may not exist here.
+        # The thread that holds the lock may not exist in the fork.
         self._lock = threading.RLock()
         self._trace = None
 
     def _take_name(self, name: str, at_s: float) -> bool:
-        """Begin a step if a name begins one; return whether the name is new."""
+        """Note a phase's or mark's name, which may begin a step; return whether the name is new."""
         if name not in self._names:
             if len(self._names) < KEPT_NAMES:
                 self._names.add(name)
@@ -341,7 +337,7 @@ class Recorder:
         if not self._in_full and at_s >= self._sample_due_s:
             found = self.sample(at_end=True)
             self._sample_due_s = at_s + READ_SHARE * (self._clock.now() - at_s)
-        # After an allocation retry, too, so that an earlier peak does not count as a later one.
+        # Also after an allocation retry, so that an earlier peak does not count as a later peak.
         if self._in_full or self._book.released_cache:
             counters = self.counters(at_end=True)
             found = None
@@ -352,12 +348,12 @@ class Recorder:
             self._due_s = at_s + READ_SHARE * self._spent_s
         self._in_full = self._book.count < FIRST_STEPS or at_s >= self._due_s
         self._marked, self._spent_s, self._tail_s = 0, 0.0, None
-        # Not the first step, for which the framework's own peak counts.
+        # The first step is not traced, since the framework's own peak is the step's.
         if self._in_full and not self._over:
             self._trace = self._timed(self._source.begin_trace)
 
     def _is_wanted(self, is_new: bool) -> bool:
-        """Return whether to measure a phase or mark, and count it."""
+        """Return whether to measure a phase or mark; count measured phases and marks of the step."""
         wanted = self._marked < MARKS_PER_STEP and (self._in_full or is_new)
         self._marked += wanted
         return wanted
@@ -386,7 +382,7 @@ class Recorder:
         return counters
 
     def _timed(self, read: Callable[[], T]) -> T:
-        """Call a reading function; its time counts for the open step."""
+        """Call a reading function and add its seconds to the open step's."""
         began_s = self._clock.now()
         found = read()
         self._spent_s += self._clock.now() - began_s
@@ -412,24 +408,21 @@ class Recorder:
             span.peak_reserved_bytes = largest(span.peak_reserved_bytes, reserved_bytes)
 
 
-#: Seconds between two samples, on average. At 5 ms a ResNet-50 on an H200 ran as fast as without.
+#: Mean seconds between two samples. At 5 ms a ResNet-50 on an H200 ran as fast as without samples.
 SAMPLE_INTERVAL_S = 0.005
 
-#: Sampling, which holds the interpreter's lock, may take one part in this number of the processor's time.
+#: Sampling, which holds the interpreter's lock, may take 1/SAMPLE_SHARE of a processor's time.
 SAMPLE_SHARE = 100
 
-#: Varied fraction of the interval, so that samples do not fall in step with the body's loop.
+#: Fraction of the interval that varies at random, so that samples do not synchronise with the body's loop.
 JITTER = 0.6
 
-#: Seconds to wait for the thread's end: a call into a driver may never return.
+#: Seconds to wait for the sampler's thread: a call into a driver may never return.
 END_S = 30.0
 
 
 class LiveSampler:
-    """Takes samples every few milliseconds on its thread, and sends counters to the parent every `interval_s` seconds.
-
-    The thread also carries out requests of the parent, and ends the process if the parent is gone.
-    """
+    """Thread that samples memory, sends counters every `interval_s` seconds, and serves requests of the parent."""
 
     def __init__(self, channel: Channel, recorder: Recorder, interval_s: float) -> None:
         self._channel = channel
@@ -437,18 +430,18 @@ class LiveSampler:
         self._interval_s = interval_s
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefect-gpu-recorder", daemon=True)
-        #: Counters and number of steps of the last message.
+        #: Counters and number of steps in the last message.
         self._sent: tuple[Counters | None, int] = None, 0
 
     def start(self) -> None:
-        """Start the thread; if the system starts no thread, the body runs without samples."""
+        """Start the thread; if the system refuses a thread, the body runs without samples."""
         try:
             self._thread.start()
         except RuntimeError as error:
             _report_end(error)
 
     def stop(self) -> None:
-        """End the thread, if there is one, and the trace."""
+        """End the thread, if it runs, and the trace of allocations."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(END_S)
@@ -457,7 +450,7 @@ class LiveSampler:
     def last(
         self,
     ) -> tuple[Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...]]:
-        """Return the current counters, the frameworks used, and the steps and marks that were not sent before."""
+        """Return the current counters, the used frameworks, the facts about steps, and the marks not yet sent."""
         counters = self._recorder.counters()
         return counters, hooks.frameworks_in_use(), *self._recorder.take()
 
@@ -471,7 +464,7 @@ class LiveSampler:
 
     def _take_samples(self) -> None:
         due_s = time.monotonic() + self._interval_s
-        # Not the module's generator, which the body may have seeded.
+        # Not the generator of `random` itself, which the body may have seeded.
         vary = random.Random().uniform
         pause_s = SAMPLE_INTERVAL_S
         while not self._stopped.wait(pause_s * vary(1 - JITTER / 2, 1 + JITTER / 2)):
@@ -493,7 +486,7 @@ class LiveSampler:
     def _send(self) -> None:
         counters = self._recorder.counters()
         if counters is None and not self._recorder.step_count:
-            # Marks alone are sent at the end.
+            # Marks without counters or steps are sent at the end.
             return
         steps, marks = self._recorder.take()
         news = counters, 0 if steps is None else steps.count

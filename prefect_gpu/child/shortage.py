@@ -1,6 +1,6 @@
-"""The facts about an out-of-memory error in a child, read while the body's frames still hold their memory.
+"""Facts about an out-of-memory error in a child, read while the body's frames still hold their memory.
 
-`frameworks.out_of_memory` recognises the errors, and `scheduling.ladder` decides the next budget.
+`frameworks.out_of_memory` recognises the errors, and `scheduling.ladder` chooses the next budget.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from prefect_gpu.frameworks.out_of_memory import (
     parse_wanted_bytes,
 )
 
-#: Most characters of a framework's memory summary; PyTorch's has 5,000 for each device.
+#: Most characters of a framework's memory summary. PyTorch writes 5,000 for each device.
 SUMMARY_CHARS = 64_000
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"([0-9]+(?:\.[0-9]+)?) (bytes|[KMG]iB)"
 
-# Texts, not compiled patterns: most children never need them, and compiling takes 1.5 ms.
+# Patterns are not compiled here: that takes 1.5 ms, and most children never need them.
 
-#: PyTorch, from 2.0 on. PyTorch refuses before it asks the driver if reserved and wanted bytes exceed the allowed
-#: bytes. The text has "allowed" whenever a fraction is set, even if the device refused.
+#: Error texts of PyTorch from 2.0 on. If reserved and wanted bytes exceed the allowed bytes, PyTorch refuses without
+#: asking the driver. The text has "allowed" whenever a fraction is set, even if the device refused.
 _TORCH_DEVICE = r"GPU ([0-9]+) has a total capacity"
 _TORCH_FREE = rf"of which {_SIZE} is free"
 _TORCH_WANTED = rf"Tried to allocate {_SIZE}"
@@ -35,7 +35,7 @@ _TORCH_ALLOCATED = rf"Of the allocated memory {_SIZE} is allocated by PyTorch"
 _TORCH_CACHED = rf"{_SIZE} is reserved by PyTorch but unallocated"
 _TORCH_ALLOWED = rf"{_SIZE} allowed;"
 
-#: CuPy, whose pool refuses in the same way. Sizes are in whole bytes.
+#: Error text of CuPy, whose pool has a limit as well. Sizes are in whole bytes.
 _CUPY = (
     r"Out of memory allocating [0-9,]+ bytes \(allocated so far: ([0-9,]+) bytes"
     r"(?:, limit set to: ([0-9,]+) bytes)?\)"
@@ -43,7 +43,7 @@ _CUPY = (
 
 
 def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
-    """Return the facts in a text of PyTorch or CuPy, and the number of its device from 0 (`None`: not in the text)."""
+    """Return the facts in an error text of PyTorch or CuPy, and its device's index from 0 (`None`: not in the text)."""
     wanted = parse_wanted_bytes(text)
     cupy = re.search(_CUPY, text)
     if cupy is not None:
@@ -60,7 +60,6 @@ def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
     if asked and allocated and cached and allowed:
         over = asked[0] + allocated[0] + cached[0] - allowed[0]
         rounding = sum(size[1] for size in sizes if size)
-        # Unknown within the rounding.
         over_cap = None if rounding and abs(over) <= rounding else over > 0
     found = OutOfMemory(
         framework,
@@ -73,7 +72,7 @@ def parse_refusal(framework: str, text: str) -> tuple[OutOfMemory, int | None]:
 
 
 def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
-    """Return a size in bytes, and its possible error: the text rounds to two decimals."""
+    """Return the size in bytes that a pattern finds, and the largest error of its rounding to two decimals."""
     match = re.search(pattern, text)
     if match is None:
         return None
@@ -84,10 +83,7 @@ def _find_size(pattern: str, text: str) -> tuple[int, int] | None:
 def find_shortage(
     error: BaseException, frameworks: Collection[str], readings: Readings
 ) -> OutOfMemory | None:
-    """Return the out-of-memory in a body's exception or its causes, with the process's memory; `None`: none.
-
-    Errors of `frameworks` count. The framework's snapshot is written if the policy names a file.
-    """
+    """Return facts about the out-of-memory error of `frameworks` in an exception or its causes; `None`: none."""
     found = find_out_of_memory(error, frameworks)
     if found is None:
         return None
@@ -101,7 +97,7 @@ def find_shortage(
     return replace(
         _read_state(framework, str(cause), readings),
         summary=readings.memory_summary(framework)[:SUMMARY_CHARS],
-        # Last, since it takes 4 s: PyTorch imports its compiler for the stacks (2.11, 2.13).
+        # Last: with a path for it, PyTorch imports its compiler for the stacks, which takes 4 s (2.11, 2.13).
         snapshot_path=readings.write_snapshot(framework),
     )
 
@@ -110,7 +106,7 @@ def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
     found, device = parse_refusal(framework, text)
     counters = readings.counters()
     if len(readings.device_uuids) == 1 and counters is not None:
-        # Exact, unlike the rounded text, but summed over devices.
+        # Exact, unlike the rounded text. Counters are sums over devices, so only for one device.
         reserved = counters.reserved_bytes
         found = replace(found, held_bytes=counters.live_bytes if reserved is None else reserved)
     use = _choose(readings.own(), device)
@@ -125,7 +121,7 @@ def _read_state(framework: str, text: str, readings: Readings) -> OutOfMemory:
 
 
 def _choose(uses: Sequence[OwnUse], device: int | None) -> OwnUse | None:
-    """Return the device that the error names, else the fullest."""
+    """Return the use of the device that the error names (by index), else of the device with least free memory."""
     if device is not None and device < len(uses):
         return uses[device]
     known = [use for use in uses if use.free_bytes is not None]
@@ -134,7 +130,7 @@ def _choose(uses: Sequence[OwnUse], device: int | None) -> OwnUse | None:
 
 
 def _read_simulated(error: BaseException) -> OutOfMemory:
-    """Read the attributes of an error of a simulated device."""
+    """Return the facts in the attributes of a simulated device's error."""
     wanted: int | None = getattr(error, "requested_bytes", None)
     return OutOfMemory(
         framework="",

@@ -1,4 +1,4 @@
-"""A standby: import modules ahead of the task, then become the task's process.
+"""The code of a standby: imports modules before the task is known, then becomes the task's process.
 
 An import may start a framework or driver, which a policy can then no longer configure (`find_started`): no task may run
 in such a process. `processes.standby_kind` chooses the modules.
@@ -26,15 +26,15 @@ from prefect_gpu.processes.messages import Late, Warmed
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Places from which modules were imported ahead of the task."""
+    """State of the process when it imported modules before its task."""
 
-    #: Wall-clock nanoseconds when the imports began.
+    #: Wall-clock nanoseconds at the beginning of the imports.
     began_ns: int
-    #: `sys.path` before the imports, which may add to it.
+    #: `sys.path` before the imports, which may add paths.
     sys_path: tuple[str, ...]
     #: Working folder; empty: it did not exist.
     cwd: str
-    #: Names and files of the imported user's modules.
+    #: Names and files of the user's modules that were imported.
     files: frozenset[tuple[str, str]]
 
 
@@ -42,25 +42,22 @@ _origin: _Origin
 
 
 def warm_up(entries: Iterable[str]) -> Warmed:
-    """Import `WarmSpec.modules` and report the effects.
-
-    Objects of libraries are frozen, so that the garbage collector skips them: finalising them takes most of a second
-    with PyTorch. Objects of the user's modules are not frozen, since they may hold files open.
-    """
+    """Import the modules of a standby (`WarmSpec.modules`), and return the report for the parent."""
     global _origin
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     libraries = tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
         failed = import_all(libraries)
+        # Finalising libraries takes most of a second with PyTorch. The user's objects may hold files open.
         gc.freeze()
         failed |= import_all(entries[len(libraries) :])
-    # Otherwise the body's first objects would cause a collection of all objects of the user's imports.
+    # Otherwise this collection of the objects of the user's imports would fall into the body's time.
     gc.collect()
     started = find_started()
     if asked:
         started = started or "a module asked current_allocation() as it was imported"
-    # After the imports, since the place of a module shows whether it is the user's.
+    # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
@@ -68,23 +65,23 @@ def warm_up(entries: Iterable[str]) -> Warmed:
 
 
 def import_all(entries: Iterable[str]) -> dict[str, str]:
-    """Import modules; return the reasons of failures by module."""
+    """Import modules (as in `WarmSpec.modules`), and return the reason of each failure by entry."""
     failed = {}
     for entry in entries:
         module, _, names = entry.partition(":")
         try:
-            # Like `import module` or `from module import names`, submodules included.
+            # As `import module` or `from module import names`, including submodules.
             __import__(module, fromlist=names.split(",") if names else ())
             if module == "prefect_gpu.child.prefect_context":
                 sys.modules[module].rehearse()
         except BaseException as error:
-            # The body gets the exception again, in a process that has not imported half of the module.
+            # The task's fresh process imports the module again, and the body gets the exception there.
             failed[entry] = f"{type(error).__name__}: {error}"
     return failed
 
 
 def find_started() -> str:
-    """Return which framework or driver was started; empty: none. Loads and initialises no driver."""
+    """Return which framework or driver an import has started, as text; empty: none. Does not load a driver."""
     for name, adapter in registry.ADAPTERS.items():
         if adapter.module not in sys.modules:
             continue
@@ -100,11 +97,9 @@ def find_started() -> str:
 
 
 def become_task_process(late: Late) -> None:
-    """Become the process of a task: its environment, folder, arguments and paths.
+    """Set a task's environment, folder, arguments and paths.
 
-    Raises:
-        OSError: The folder does not exist.
-        ImportError: The task might import other modules than this process has imported.
+    Raise `OSError` if the folder does not exist, `ImportError` if a process started now might import other modules.
     """
     _check_modules(late)
     _follow_parent()
@@ -112,7 +107,7 @@ def become_task_process(late: Late) -> None:
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    # The paths that a process started now would have after the same imports.
+    # As in a process started now, after the same imports.
     before, wanted = _origin.sys_path, late.sys_path
     if wanted not in (before, tuple(sys.path)):
         added = [path for path in sys.path if path not in before and path not in wanted]
@@ -120,23 +115,23 @@ def become_task_process(late: Late) -> None:
 
 
 def _check_modules(late: Late) -> None:
-    """Raise `ImportError` if a process started now could import other modules of the user's."""
+    """Raise `ImportError` if a process started now might import other modules of the user's."""
     origin = _origin
     if not origin.files:
         return
-    # The parent may since have imported modules that add to its path.
+    # The parent may have imported the same modules meanwhile, which add the same paths.
     if late.sys_path not in (origin.sys_path, tuple(sys.path)):
         raise ImportError("modules are found elsewhere by now")
     if late.cwd and late.cwd != origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
     for name, path in origin.files.union(_users_files()):
-        # A missing file raises here, since a process started now would not find it.
+        # Raises for a missing file, which a process started now would not find.
         if os.stat(path).st_mtime_ns >= origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
 
 def _users_files() -> Iterator[tuple[str, str]]:
-    """Yield the name and the file of the user's modules that are loaded."""
+    """Yield the name and the file of each loaded module of the user's."""
     for name in tuple(sys.modules):
         path = look_at(name, "__file__")
         # Some modules name a file that never existed.
@@ -145,14 +140,14 @@ def _users_files() -> Iterator[tuple[str, str]]:
 
 
 def _is_library(entry: str) -> bool:
-    """Return whether an entry is a module of this package, or a framework."""
+    """Return whether an entry of `WarmSpec.modules` is a framework or belongs to this package."""
     module = entry.partition(":")[0]
     frameworks = (adapter.module for adapter in registry.ADAPTERS.values())
     return module.partition(".")[0] == "prefect_gpu" or module in frameworks
 
 
 def _follow_parent() -> None:
-    """Set the parent's umask and resource limits, as in a process started now; not without `/proc` (macOS)."""
+    """Set the parent's current umask and resource limits; do nothing without `/proc` (macOS)."""
     parent = os.getppid()
     umask = read_status(parent, "Umask")
     if not umask:

@@ -1,15 +1,15 @@
-"""The user's line in which a process crashed, from the output of Python's `faulthandler`."""
+"""Finds the user's line in which a process crashed, in the output of Python's `faulthandler`."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-#: The frames of the thread that crashed, innermost first.
+#: Frames of the crashed thread, innermost first.
 _CRASHED = re.compile(r"Current thread [^\n]*\n((?:  File [^\n]*\n)+)")
 _FRAME = re.compile(r'  File "([^"]*)", line (\d+) in (.*)')
 
-#: Parts of paths of files that no user wrote: installed packages, the standard library, this package.
+#: Parts of paths of installed packages, the standard library and this package.
 _NOT_USERS = (
     "site-packages",
     "dist-packages",
@@ -20,7 +20,7 @@ _NOT_USERS = (
 
 
 def crashed_at(stderr_tail: str) -> str:
-    """Return the user's innermost line of a crash, or else any file's, as in `train (script.py:12)`; empty: unknown."""
+    """Return the innermost frame of a crash, the user's if possible, as in `train (script.py:12)`; empty: unknown."""
     found = _CRASHED.search(stderr_tail)
     if found is None:
         return ""

@@ -1,9 +1,8 @@
-"""Fork servers, from the parent's side: `start_method="forkserver"`.
+"""The parent's code for fork servers (`start_method="forkserver"`).
 
 A fork server is a process that has imported libraries and is forked for each task; its own code is in `child.preload`.
-One pool serves all runners of a Python process, and its servers end with the last runner. A task gets a fresh
-interpreter instead if its environment differs in variables read at import (`frameworks.adapter`), or if its server
-fails.
+One pool serves all runners of a Python process. A task gets a fresh interpreter instead if its environment differs in
+variables that libraries read at import (`frameworks.adapter`), or if its server fails.
 """
 
 from __future__ import annotations
@@ -46,22 +45,22 @@ logger = logging.getLogger(__name__)
 
 PRELOAD = Path(__file__).parents[1] / "child" / "preload.py"
 
-#: Seconds that a server may take to fork, and to report an end; more is a hang.
+#: Seconds in which a server must fork, or report the end of a fork; a slower server counts as hung.
 ANSWER_S = 10.0
 
-#: Seconds that a server may take to import: half a minute is a cold disk, ten times that a hang.
+#: Seconds in which a server must import its modules: ten times the half minute that a cold disk takes.
 READY_S = 300.0
 
-#: Seconds between two checks whether a server that does not answer is stopped.
+#: Seconds between two checks whether a server that does not answer was stopped (SIGSTOP).
 LOOK_S = 0.1
 
-#: Failures of servers of one kind before their first fork, after which its tasks get fresh interpreters.
+#: Failures of a kind's servers before their first fork, after which tasks of the kind get fresh interpreters.
 MOST_FAILURES = 3
 
-#: Exit code of a fork whose server was gone or hung when the fork ended: only its parent learns the real code.
+#: Exit code of a fork whose server had ended or hung when the fork ended: only the server learns the real code.
 UNKNOWN_CODE = 255
 
-#: Modules that every server imports first: the part of a child that Prefect needs, and the code of a fork.
+#: Modules that every server imports first: Prefect, as a child needs it, and the code of a fork.
 _ALWAYS = (
     "prefect_gpu.child.prefect_context",
     "prefect_gpu.task_runner",
@@ -69,8 +68,7 @@ _ALWAYS = (
     "prefect_gpu.child.bootstrap",
 )
 
-#: Libraries that a server may import. A fork after a mere import of each was seen to work
-#: (tests/process/test_fork_server.py).
+#: Libraries that a server may import: a fork after the import of each works (tests/process/test_fork_server.py).
 TESTED = ("prefect", "numpy", "torch")
 
 REFUSED = {
@@ -80,7 +78,7 @@ REFUSED = {
 
 
 def check_modules(names: Iterable[str]) -> None:
-    """Raise `PolicyError` if one of some libraries is not known to survive a fork."""
+    """Raise `PolicyError` if one of the modules belongs to a library that is not known to survive a fork."""
     for name in sorted(names):
         root = name.partition(".")[0]
         if root not in TESTED and root != "prefect_gpu":
@@ -93,28 +91,25 @@ def check_modules(names: Iterable[str]) -> None:
 
 
 class ForkServer:
-    """One fork server, which imports `modules` in this order. Safe to use from several threads, which wait.
-
-    Raises:
-        OSError: The system refuses to start a process (`CapacityError`: a thread).
-    """
+    """A fork server that imports `modules` in order; raises `OSError` (no process) or `CapacityError` (no thread)."""
 
     def __init__(
         self, modules: tuple[str, ...], sys_path: tuple[str, ...], environment: Mapping[str, str]
     ) -> None:
         self.environment = dict(environment)
-        #: Marks the server and its forks, for the guardian.
+        #: Token in the environment of the server and its forks, by which the guardian finds them.
         self.token = uuid.uuid4().hex
-        #: Why the server cannot fork; empty: it can, or still imports.
+        #: Reason why the server cannot fork; empty: it can, or still imports.
         self.problem = ""
-        #: Modules whose import failed, and why; forks try again.
+        #: Reasons of failed imports, by module; forks import these modules again.
         self.failed: Mapping[str, str] = {}
         self.served = False
-        #: The imports did not end, and would not end in another server.
+        #: The imports did not end in time, so no other server of the kind is tried.
         self.hung = False
+        # Several threads may fork; each waits for the others.
         self._lock = threading.Lock()
         self._ready = False
-        # Keeps message boundaries. When the last copy of this end closes, the server ends.
+        # SEQPACKET keeps message boundaries. When the last copy of this end closes, the server ends.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -131,7 +126,7 @@ class ForkServer:
             self._give_up(f"its process ended at once ({error})")
 
     def wait_ready(self, timeout_s: float) -> str:
-        """Wait until the server has imported its modules; return why it cannot fork, or an empty text."""
+        """Wait until the server has imported its modules; return the reason why it cannot fork, empty: it can."""
         with self._lock:
             if self._ready or self.problem:
                 return self.problem
@@ -150,7 +145,7 @@ class ForkServer:
             return self.problem
 
     def fork(self, request: SpawnRequest) -> ForkedProcess:
-        """Fork a process: a `Spawner`. Raises `OSError` if the server cannot fork, or the folder does not exist."""
+        """Fork a process; a `Spawner`. Raise `OSError` if the server cannot fork or the folder does not exist."""
         if request.cwd and not os.path.isdir(request.cwd):
             raise FileNotFoundError(errno.ENOENT, "no such folder", request.cwd)
         with self._lock:
@@ -169,11 +164,11 @@ class ForkServer:
                 streams.append(ours.enter_context(open(reading, "rb", buffering=0)))
                 theirs.callback(os.close, writing)
                 sent.append(writing)
-            # Keeps message boundaries, and has no name: nothing else can answer.
+            # A socket pair has no name, so that only the fork and the server can answer.
             reply, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.enter_context(reply)
             theirs.enter_context(answering)
-            # In memory: an environment may be larger than a pipe's buffer.
+            # A file in memory, since an environment may be larger than a pipe's buffer.
             content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
             wanted = {"environment": dict(request.environment), "cwd": request.cwd}
             content.write(json.dumps(wanted).encode())
@@ -193,13 +188,13 @@ class ForkServer:
                 self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
             if not received:
-                # The system refused, or has no descriptor left. Later forks may succeed.
+                # The system refused to fork, or has no descriptor left. Later forks may succeed.
                 raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
         return ForkedProcess(self, int(said), received[0], reply, *streams)
 
     def read_exit_code(self, reply: socket.socket) -> int:
-        """Return the exit code of a fork that has ended; `UNKNOWN_CODE` if the server cannot say."""
+        """Return the exit code that the server reports for an ended fork; `UNKNOWN_CODE`: the server is silent."""
         try:
             self._wait_for_answer(reply, ANSWER_S)
             return int(reply.recv(32))
@@ -211,7 +206,7 @@ class ForkServer:
         return UNKNOWN_CODE
 
     def _wait_for_answer(self, answer: socket.socket, timeout_s: float) -> None:
-        """Wait for an answer, or raise `TimeoutError`. A stopped server, which would block the launcher, is killed."""
+        """Wait for an answer, or raise `TimeoutError`. Kill a stopped server, which would block the launcher."""
         poll, deadline = select.poll(), time.monotonic() + timeout_s
         poll.register(answer, select.POLLIN)
         while (left_s := deadline - time.monotonic()) > 0:
@@ -226,13 +221,13 @@ class ForkServer:
         self.process.kill()
 
     def forget(self) -> None:
-        """In a fork of the parent: close all resources of the server."""
+        """Close this process's resources of the server, in a fork of the parent."""
         self._control.close()
-        # No child of the fork: nothing to wait for.
+        # The server is no child of the fork, which must not wait for it.
         self.process.returncode = 0
 
     def close(self) -> None:
-        """End the server. Its forks live on."""
+        """End the server, but not its forks."""
         self.problem = self.problem or "it was closed"
         self.process.kill()
         self.process.wait()
@@ -244,7 +239,7 @@ def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Po
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), str(PRELOAD), str(control), "fork server"],
         stdin=subprocess.DEVNULL,
-        # Pipes, as its forks have: the inherited stream objects remember whether they are seekable.
+        # Pipes, as its forks have: a fork inherits the stream objects, which remember whether they are seekable.
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         bufsize=0,
@@ -264,16 +259,16 @@ def _start_server(control: int, environment: Mapping[str, str]) -> subprocess.Po
 
 
 def _pass_on(stream: IO[bytes]) -> None:
-    """Print a server's output, such as warnings of its imports."""
+    """Copy a server's output, such as warnings of imports, to standard error."""
     with stream:
         while data := stream.read(1 << 16):
-            # A closed or missing standard error must not stop a server that prints.
+            # A closed or missing standard error must not block a server that prints.
             with contextlib.suppress(Exception):
                 sys.stderr.write(data.decode("utf-8", errors="backslashreplace"))
 
 
 class ForkedProcess:
-    """A fork: a `Process`. Its server reaps it, so the end shows by a pidfd that the fork opened, not by the id."""
+    """A fork of a fork server; implements `Process`. Its server reaps it: its end shows by pidfd, not by process id."""
 
     def __init__(
         self, server: ForkServer, pid: int, pidfd: int, reply: socket.socket, *streams: IO[bytes]
@@ -287,7 +282,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def open_pidfd(self) -> int:
-        """See `Process.open_pidfd`; to be called once."""
+        """See `Process.open_pidfd`. To be called once."""
         return self._pidfd
 
     def poll(self) -> int | None:
@@ -295,7 +290,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self) -> int:
-        """Return the exit code that the server reports; to be called once, after the end of the process."""
+        """Return the exit code, as the server reports it. To be called after the end of the process."""
         if self.returncode is None:
             with self._reply:
                 self.returncode = self._server.read_exit_code(self._reply)
@@ -306,7 +301,7 @@ class ForkedProcess:
 
 
 class ForkServerPool:
-    """Keeps one fork server for each set of libraries. Safe to use from several threads."""
+    """Keeps one fork server for each kind of task (libraries, environment). Safe to use from several threads."""
 
     def __init__(self, launcher: ProcessLauncher) -> None:
         self._launcher = launcher
@@ -317,16 +312,16 @@ class ForkServerPool:
         self._lock = threading.Lock()
         self._owners: set[object] = set()
         self._servers: dict[Kind, ForkServer] = {}
-        #: Servers that failed before their first fork.
+        #: Number of servers that failed before their first fork.
         self._failures: dict[Kind, int] = {}
 
     def open(self, owner: object) -> None:
-        """Register a runner that may want forks, until `close`."""
+        """Register a runner that may need forks, until `close`."""
         with self._lock:
             self._owners.add(owner)
 
     def close(self, owner: object) -> None:
-        """Remove a runner. With the last runner all servers end."""
+        """Remove a runner, and end all servers if no runner is left."""
         with self._lock:
             self._owners.discard(owner)
             if self._owners:
@@ -336,7 +331,7 @@ class ForkServerPool:
             self._close(server)
 
     def announce(self, kind: Kind) -> ForkLauncher:
-        """Start the server of a task's kind, if there is none; return the launcher of the task."""
+        """Start a server for a task's kind, unless there is one; return the launcher for the task."""
         kind = replace(kind, always=tuple(m for m in kind.always if m not in _ALWAYS), users=())
         self.server(kind)
         return ForkLauncher(self, self._launcher, kind)
@@ -348,7 +343,7 @@ class ForkServerPool:
             return tuple(server.process.pid for server in self._servers.values())
 
     def server(self, kind: Kind) -> ForkServer | None:
-        """Return the server of a kind, which may still import; `None`: there will be no server."""
+        """Return a kind's server, which may still import; start one if needed. `None`: the kind gets no server."""
         with self._lock:
             if not self._owners:
                 return None
@@ -364,14 +359,14 @@ class ForkServerPool:
                     server = self._servers[kind] = ForkServer(
                         _modules(kind), import_paths(), kind.environment_of(os.environ)
                     )
-                    # A stopped server does not notice its parent's end.
+                    # A stopped server does not notice the parent's end.
                     self._launcher.guard(server.process.pid, server.token)
                 except (OSError, CapacityError) as error:
                     self._note_failure(kind, str(error), 1)
             return server
 
     def _close(self, server: ForkServer) -> None:
-        # Before another process can have its id.
+        # Before the server ends, after which another process may get its id.
         self._launcher.guard(server.process.pid, "")
         server.close()
 
@@ -380,14 +375,14 @@ class ForkServerPool:
         logger.warning("the fork server of GPU tasks is given up: %s", problem)
 
     def _forget(self) -> None:
-        """In a fork of the parent: drop all servers."""
+        """Drop all servers in a fork of the parent."""
         for server in self._servers.values():
             server.forget()
         self._reset()
 
 
 class ForkLauncher:
-    """The `Launcher` of one task: it forks the task's process if possible, else starts a fresh interpreter."""
+    """The `Launcher` of one task. Forks the task's process if possible, else starts a fresh interpreter."""
 
     def __init__(self, pool: ForkServerPool, launcher: ProcessLauncher, kind: Kind) -> None:
         self._pool = pool
@@ -395,7 +390,7 @@ class ForkLauncher:
         self._kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> Handle:
-        """Start the task's process; wait while its server imports."""
+        """See `Launcher.start`. Waits until the server has imported its modules."""
         server = self._pool.server(self._kind)
         while server is not None and server.wait_ready(READY_S):
             server = self._pool.server(self._kind)
@@ -411,18 +406,18 @@ class ForkLauncher:
         return changes is not None
 
     def retract(self) -> None:
-        """Do nothing: no fork server is kept for a single task."""
+        """Do nothing, since fork servers are not kept for single tasks."""
 
 
 def _modules(kind: Kind) -> tuple[str, ...]:
-    """Return the modules that a server imports, of libraries only `TESTED`."""
+    """Return the modules that a kind's server imports; of libraries, only those in `TESTED`."""
     extra = [m for m in kind.always if m not in _ALWAYS]
-    # Nearly every body uses numpy, and it is not a framework.
+    # numpy is no framework, but nearly every body uses it.
     if importlib.util.find_spec("numpy") is not None:
         extra.append("numpy")
     return (*_ALWAYS, *(m for m in extra if m.partition(".")[0] in TESTED))
 
 
 def fork_server_pool() -> ForkServerPool:
-    """Return the only pool of this Python process; a fork has a pool of its own."""
+    """Return the only fork server pool of this Python process; a fork has its own."""
     return PROCESS_RESOURCES.get(ForkServerPool, lambda: ForkServerPool(process_launcher()))

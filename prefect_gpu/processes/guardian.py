@@ -1,13 +1,11 @@
-"""The guardian: a small process that kills every child process when the parent is gone.
+"""The guardian: a small process that kills every child process when the parent has ended.
 
-The parent starts the guardian and registers each child with it (`Guardian`). The guardian runs this file as a script
-with `-I -S` and the standard library only, so that it starts fast and stays small. It reads lines `+PID TOKEN` and
-`-PID` from standard input. Only the parent holds the other end of that pipe, so a closed pipe means a dead parent. The
-guardian then kills the process group of every registered child, and the processes that these children started
-elsewhere (`find_strays`).
-
-`PR_SET_PDEATHSIG` is no substitute: it fires when the *thread* that started the child ends, and does not reach
-grandchildren. `launcher` decides which children exist.
+The parent starts the guardian, and registers and removes children (`Guardian`) by the lines `+PID TOKEN` and `-PID` on
+the guardian's standard input. Only the parent has the other end of this pipe. When the pipe closes, the guardian kills
+the process group of every registered child, and the children's processes in other groups (`find_strays`). The guardian
+runs this file with `-I -S` and the standard library only, so that it starts fast and stays small.
+`PR_SET_PDEATHSIG` is no substitute: the signal comes when the *thread* that started the child ends, and does not reach
+grandchildren. `launcher` starts the children.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import signal
 import sys
 import time
 
-# `collections.abc` is loaded by `os` already; `-S` leaves `typing` out.
+# `os` has loaded `collections.abc` already. Under `-S`, `typing` is not loaded.
 from collections.abc import Callable, Iterable, Mapping
 
 # Type checkers take this name for `typing.TYPE_CHECKING`, which would import `typing`.
@@ -26,16 +24,16 @@ if TYPE_CHECKING:
     import selectors
     import subprocess
 
-#: Variable that marks all processes of one child. Its value is a path of tokens, outermost first.
+#: Variable that marks all processes of a child by its token; in a child's child, by both tokens: `outer/inner`.
 TOKEN_VARIABLE = "PREFECT_GPU_CHILD"
 
-#: Option of `prctl`: the signal at the parent's end (`linux/prctl.h`).
+#: Option of `prctl` for the signal at the parent's end (`linux/prctl.h`).
 _PR_SET_PDEATHSIG = 1
 
-#: Most searches for processes to kill; each follows a search that found new processes.
+#: Most searches for processes to kill. A search that finds new processes is followed by another.
 _MOST_SEARCHES = 20
 
-#: Least seconds between two starts of a guardian: a guardian that cannot start must not be started all the time.
+#: Least seconds between two starts of a guardian, which may fail to start each time.
 _RESTART_S = 0.5
 
 
@@ -43,7 +41,7 @@ _RESTART_S = 0.5
 
 
 def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
-    """Return an environment that marks a child, and everything that it executes, by its token."""
+    """Return an environment with a child's token added to `TOKEN_VARIABLE`, which marks all processes of the child."""
     environment = dict(environment)
     outer = environment.get(TOKEN_VARIABLE)
     environment[TOKEN_VARIABLE] = f"{outer}/{token}" if outer else token
@@ -51,11 +49,11 @@ def with_token(environment: Mapping[str, str], token: str) -> dict[str, str]:
 
 
 def find_strays(children: Mapping[int, str]) -> list[int]:
-    """Return the ids of processes that belong to some children (process id to token).
+    """Return the ids of all processes that belong to `children` (process id to token), in any process group.
 
     A process belongs to a child if it is in the child's session, or if the environment of its last exec has the child's
-    token in its path of tokens. (For a fork of the fork server, `/proc` shows the server's environment.) Nothing is
-    found without `/proc` (macOS), nor where its process ids differ (`unshare --pid` without a mount of its own).
+    token in `TOKEN_VARIABLE`. (`/proc` shows a fork of the fork server with the server's environment.) Nothing is
+    found without `/proc` (macOS), or if `/proc` has other process ids (`unshare --pid` without a mount of `/proc`).
     """
     tokens = {token.encode() for token in children.values()}
     try:
@@ -74,7 +72,7 @@ def _belongs(pid: int, children: Mapping[int, str], tokens: set[bytes]) -> bool:
         with open(f"/proc/{pid}/environ", "rb") as file:
             variables = file.read().split(b"\0")
     except OSError:
-        # It has ended, or belongs to another user.
+        # The process has ended, or belongs to another user.
         return False
     prefix = TOKEN_VARIABLE.encode() + b"="
     for variable in variables:
@@ -84,7 +82,7 @@ def _belongs(pid: int, children: Mapping[int, str], tokens: set[bytes]) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the process group that `pid` leads, if it still exists."""
+    """Kill the process group with the leader `pid`, if the group still exists."""
     _kill(os.killpg, pid)
 
 
@@ -96,9 +94,9 @@ def _kill(function: Callable[[int, int], None], pid: int) -> None:
 
 
 def kill_strays(children: Mapping[int, str]) -> None:
-    """Kill every process that belongs to `children` (process id to token), in whatever session."""
+    """Kill every process that belongs to `children` (process id to token), as `find_strays` defines it."""
     killed: set[int] = set()
-    # A process may start another one during a search.
+    # A process may start another process during a search.
     for _ in range(_MOST_SEARCHES):
         found = set(find_strays(children)) - killed
         if not found:
@@ -109,7 +107,7 @@ def kill_strays(children: Mapping[int, str]) -> None:
 
 
 def kill_all(children: Mapping[int, str]) -> None:
-    """Kill the groups of `children` (process id to token), then all their other processes."""
+    """Kill the process groups of `children` (process id to token), then all other processes of the children."""
     for pid in children:
         kill_group(pid)
     if children:
@@ -120,12 +118,12 @@ def kill_all(children: Mapping[int, str]) -> None:
 
 
 def main() -> None:
-    """Read lines from standard input until it closes, then kill the children that are left."""
+    """Run the guardian: obey lines from standard input until the pipe closes, then kill the registered children."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     continue_at_parents_end()
     children: dict[int, str] = {}
-    # Unbuffered: a line takes effect when it is written, and end of file at once.
+    # Unbuffered, so that a line or the end of the file takes effect at once.
     with open(0, "rb", buffering=0) as pipe:
         rest = b""
         while True:
@@ -143,20 +141,20 @@ def main() -> None:
 
 
 def continue_at_parents_end() -> None:
-    """Make the kernel continue this process, if it is stopped, when the parent ends (Linux)."""
+    """Make the kernel continue this process (SIGCONT), if it is stopped, when the parent ends (Linux)."""
     if sys.platform != "linux":
         return
     import ctypes
 
-    # The signal also comes when only the thread that started this process ends: SIGCONT has no effect then.
+    # The signal also comes when only the parent's thread ends that started this process: without effect.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def obey(line: str, children: dict[int, str]) -> None:
-    """Add a child (`+PID TOKEN`) or remove it (`-PID`); raise `ValueError` or `IndexError` for a malformed line."""
+    """Add (`+PID TOKEN`) or remove (`-PID`) a child; raise `ValueError` or `IndexError` for a malformed line."""
     words = line.split()
     pid = int(words[0])
-    # The group of process 1 or 0 is never a child's.
+    # Process groups 0 and 1 never belong to a child.
     if abs(pid) <= 1:
         raise ValueError(line)
     if words[0].startswith("-"):
@@ -169,10 +167,7 @@ def obey(line: str, children: dict[int, str]) -> None:
 
 
 class Guardian:
-    """The one guardian of all children of a launcher. For the launcher's thread only, except `forget`.
-
-    `children` yields the process id and the token of every living child.
-    """
+    """Starts, replaces and ends the guardian of living `children` (process ids, tokens), on the launcher's thread."""
 
     def __init__(
         self,
@@ -181,14 +176,14 @@ class Guardian:
     ) -> None:
         self._selector = selector
         self._children = children
-        #: `None`: there was no child yet, or the guardian has ended and has no replacement yet.
+        #: `None`: no guardian is needed yet, or it has ended and was not replaced yet.
         self.process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
-        #: Monotonic seconds at which `replace` is to be called; `None`: no replacement is due.
+        #: Monotonic seconds from which `replace` starts another guardian; `None`: no replacement is due.
         self.due_s: float | None = None
 
     def ensure(self) -> None:
-        """Start the guardian if it does not run, and register all living children; raise `OSError` if that fails."""
+        """If no guardian runs, start one and register all living children; raise `OSError` if that fails."""
         if self.process is not None and self.process.poll() is None:
             return
         self.close()
@@ -212,21 +207,21 @@ class Guardian:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             start_new_session=True,
-            # Without an outer child's token, by which an outer guardian would kill this process before its children.
+            # Without the token of an outer child: an outer guardian would kill this guardian before its children.
             env={k: v for k, v in os.environ.items() if k != TOKEN_VARIABLE},
             cwd="/",
         )
         assert self.process.stdin is not None
-        # The pipe holds 1,000 lines: it fills only if the guardian was stopped.
+        # The pipe holds 1,000 lines and is full only if the guardian was stopped.
         os.set_blocking(self.process.stdin.fileno(), False)
-        # A pipe without a reader is reported for any mask of events.
+        # The selector reports a pipe without a reader for any mask of events.
         self._selector.register(
             self.process.stdin, selectors.EVENT_READ, lambda mask: self._replace_later()
         )
         self.due_s = None
 
     def replace(self) -> None:
-        """Start another guardian if a replacement is due and a child lives; raise `OSError` if that fails."""
+        """Start another guardian, if a replacement is due and a child is alive; raise `OSError` if that fails."""
         if self.due_s is None or time.monotonic() < self.due_s:
             return
         self.due_s = None
@@ -234,7 +229,7 @@ class Guardian:
             self.ensure()
 
     def tell(self, line: str) -> None:
-        """Send the guardian a line; see `obey`."""
+        """Send a line to the guardian; see `obey`."""
         if self.process is None or self.process.stdin is None:
             return
         try:
@@ -245,26 +240,26 @@ class Guardian:
             self._replace_later()
 
     def close(self) -> None:
-        """End the guardian, but no child. Another guardian may be started afterwards."""
+        """End the guardian, but not the children. `ensure` may start another guardian later."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
-            # A guardian that ended before its first line is not registered.
+            # Not registered if the guardian ended before its first line.
             if process.stdin in self._selector.get_map():
                 self._selector.unregister(process.stdin)
-            # A guardian that is only stopped would see its pipe close once it continues, and kill living children.
+            # Killed first: a stopped guardian that continues later would see the pipe closed, and kill living children.
             process.kill()
             process.wait()
             process.stdin.close()
 
     def forget(self) -> None:
-        """Close the pipe in a fork of the parent, or the guardian would not notice the parent's end."""
+        """Close the pipe in a fork of the parent, since an open pipe would hide the parent's end."""
         process, self.process = self.process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
             process.returncode = 0
 
     def _replace_later(self) -> None:
-        """Note that the guardian has ended, takes no more lines, or could not be started."""
+        """End a guardian that reads no more lines or could not be started, and make a replacement due."""
         self.close()
         self.due_s = max(time.monotonic(), self._started_s + _RESTART_S)
 

@@ -1,6 +1,6 @@
-"""The start of a fresh interpreter like this one, and the state that it gets from this one.
+"""Starts a fresh interpreter for a child, and gives it the state of this interpreter.
 
-`launcher` knows a child's process only by the protocol `Process`. `fork_server` forks a process instead.
+`launcher` uses a child's process by the protocol `Process`. `fork_server` forks a process instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
 @dataclass(frozen=True, slots=True)
 class SpawnRequest:
-    """A request to start a process."""
+    """A request to start a child process."""
 
     #: Shown by `ps` after the interpreter and the script; not for a fork.
     title: str
+    #: Descriptor of the child's end of the channel.
     channel: int
     environment: Mapping[str, str]
     #: Folder to start in; empty: the parent's.
@@ -40,11 +41,11 @@ class SpawnRequest:
 
 
 class Process(Protocol):
-    """A child process: leader of a session of its own, with unbuffered pipes for its output."""
+    """A child process that leads its own session and writes its output to unbuffered pipes."""
 
     @property
     def pid(self) -> int:
-        """Process id, which is also the id of the session and of the process group."""
+        """Process id, also the id of the session and of the process group."""
 
     @property
     def stdout(self) -> IO[bytes] | None:
@@ -54,26 +55,25 @@ class Process(Protocol):
     def stderr(self) -> IO[bytes] | None:
         """Reading end of the standard error."""
 
-    #: Exit code after `wait`; negative: number of the signal that ended the process. Set in a fork of the parent, which
-    #: must not wait for a process that is not its child.
+    #: Exit code after `wait`; negative: signal number. A fork of the parent sets it, to wait for no process.
     returncode: int | None
 
     def open_pidfd(self) -> int | None:
-        """Open a descriptor that becomes readable when the process ends; `None`: the system has none (left)."""
+        """Return a new pidfd, readable when the process has ended; `None`: not supported, or no descriptor is left."""
 
     def poll(self) -> int | None:
-        """Return the exit code; `None`: the process has not ended."""
+        """Return the exit code, without waiting; `None`: the process has not ended."""
 
     def wait(self) -> int:
         """Wait for the end of the process and return its exit code."""
 
 
-#: Starts a process. Runs on the launcher's thread; raises if the process cannot be started.
+#: Function that starts a process, on the launcher's thread; raises `OSError` if that fails.
 Spawner = Callable[[SpawnRequest], Process]
 
 
 class Interpreter(subprocess.Popen[bytes]):
-    """A fresh interpreter: a `Process`."""
+    """Process of a fresh interpreter; implements `Process`."""
 
     def open_pidfd(self) -> int | None:
         """See `Process.open_pidfd`."""
@@ -84,14 +84,14 @@ class Interpreter(subprocess.Popen[bytes]):
 
 
 def start_interpreter(request: SpawnRequest) -> Interpreter:
-    """Start a fresh interpreter by exec, with the flags of this one: a `Spawner`. May raise `OSError`."""
+    """Start a fresh interpreter with the flags of this interpreter; a `Spawner`. Raise `OSError` if that fails."""
     script = str(BOOTSTRAP), str(request.channel), request.title
     return Interpreter(
         [sys.executable, *interpreter_flags(), *script],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Unbuffered: data that a fork or a slow reader leaves in Python's buffer would be lost.
+        # Unbuffered: data left in Python's buffer by a fork or a slow reader would be lost.
         bufsize=0,
         pass_fds=(request.channel,),
         start_new_session=True,
@@ -101,20 +101,20 @@ def start_interpreter(request: SpawnRequest) -> Interpreter:
 
 
 def import_paths() -> tuple[str, ...]:
-    """Return `sys.path` for a child, which may start in another folder: `""` becomes this folder."""
+    """Return `sys.path` for a child that may start in another folder: `""` becomes the current folder's path."""
     # Python ignores entries that are not text, such as a `Path`.
     return tuple(os.path.abspath(p) if p == "" else p for p in sys.path if isinstance(p, str))
 
 
 def interpreter_flags() -> list[str]:
     """Return the flags that this interpreter was started with (`-W`, `-X`, `-O`, …)."""
-    # The function that multiprocessing uses for its own spawned children; there is no public one.
+    # `multiprocessing` uses this function for spawned processes; there is no public function.
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
 
 
 def working_folder() -> str:
-    """Return the working folder of this process; empty if it was removed."""
+    """Return the working folder of this process; empty: the folder was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -124,12 +124,12 @@ def working_folder() -> str:
 def environment_with(
     changes: Mapping[str, str | None], base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return `base` (`None`: the environment of this process) with some variables set, or removed (`None`)."""
+    """Return `base` (`None`: this process's environment) with variables set, or removed if their change is `None`."""
     changed = {**(os.environ if base is None else base), **changes}
     return {name: value for name, value in changed.items() if value is not None}
 
 
-#: Ends of names of functions of `sys` (`get…`, `set…`) for limits that a program may set. Python 3.10 may lack some.
+#: Limits that a program may set: `sys.get…` and `sys.set…` with these ends. Python 3.10 may lack some.
 _LIMITS = ("recursionlimit", "switchinterval", "_int_max_str_digits")
 
 #: Warning filters of this interpreter before any library was imported.
@@ -138,32 +138,33 @@ _FIRST_FILTERS = tuple(warnings.filters)
 
 @dataclass(frozen=True, slots=True)
 class InterpreterState:
-    """State that a program sets in its interpreter, for its tasks. Unpickling it imports no user code."""
+    """State of the flow's interpreter that children take over. Unpickling the state imports no user code."""
 
-    #: Key of `multiprocessing`: proxies of a `Manager` need it to open their connections.
+    #: Key of `multiprocessing`, which proxies of a `Manager` need to connect.
     authkey: bytes = field(repr=False)
     #: Name of the process in `multiprocessing` and log records.
     process_name: str
     start_method: str | None
-    #: Values of limits, by the ends of names in `_LIMITS`.
+    #: Values of limits, by their names in `_LIMITS`.
     limits: Mapping[str, float]
-    #: Warning filters in the order in which they are tried.
+    #: Warning filters, in the order of `warnings.filters`.
     filters: tuple[WarningFilter, ...]
     #: Loggers with a level, or with `propagate` or `disabled` changed.
     loggers: tuple[LoggerState, ...]
+    #: Level of `logging.disable`.
     disabled_level: int
-    #: The process and its children ignore SIGINT, as after `nohup` or in the background of a script.
+    #: SIGINT is ignored, as after `nohup` or in the background of a script.
     ignores_interrupt: bool = False
-    #: Numbers of the signals that the threads block; processes of a cluster block SIGINT.
+    #: Numbers of blocked signals. Processes of a cluster block SIGINT.
     blocked_signals: frozenset[int] = frozenset()
-    #: PyTorch's strategy to share tensors between processes (workers of a `DataLoader`); `None`: not imported.
+    #: PyTorch's strategy to share tensors with processes, as a `DataLoader` does; `None`: PyTorch is not imported.
     tensor_sharing: str | None = None
 
     @classmethod
     def read(cls) -> InterpreterState:
         """Return the state of this interpreter."""
         process = multiprocessing.current_process()
-        # Another thread may be importing it now.
+        # Another thread may be importing the module.
         torch: Any = sys.modules.get("torch.multiprocessing")
         torch = torch if hasattr(torch, "get_sharing_strategy") else None
         return cls(
@@ -180,32 +181,32 @@ class InterpreterState:
         )
 
     def apply(self) -> None:
-        """Apply the state needed before the call is read: proxies connect as they are unpickled."""
+        """Set the state that is needed before the call is read: proxies connect as they are unpickled."""
         process = multiprocessing.current_process()
         process.authkey = self.authkey
         process.name = self.process_name
         if self.start_method is not None:
-            # As the default: a module may still choose a method at its import, which is allowed once in a process.
+            # Only as the default: a module may still choose a method at its import, which is allowed once.
             context = cast(Any, multiprocessing.get_context.__self__)  # type: ignore[attr-defined]
             context._default_context = multiprocessing.get_context(self.start_method)
         for end, limit in self.limits.items():
-            # Python on another node may lack a limit, and a limit may be below the depth of this call.
+            # Python on another node may lack a limit, and the recursion limit may be below this call's depth.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
         if self.tensor_sharing is not None:
             AfterImport({"torch.multiprocessing": self._share_tensors}).install()
 
     def _share_tensors(self) -> None:
-        # PyTorch on another node may not have this strategy.
+        # PyTorch on another node may lack the strategy.
         with contextlib.suppress(AssertionError):
             sys.modules["torch.multiprocessing"].set_sharing_strategy(self.tensor_sharing)
 
     def apply_before_body(self) -> None:
-        """Apply the state that imports could change: in the flow's process, it was set after the imports."""
+        """Set the state that imports could change, once the body's modules are imported."""
         logging.disable(self.disabled_level)
         for logger in self.loggers:
             logger.apply()
-        # Libraries that only this process has imported have filters of their own.
+        # Kept: filters of libraries that only this process has imported.
         theirs = tuple(each.item() for each in self.filters)
         added = [f for f in warnings.filters if f not in _FIRST_FILTERS and f not in theirs]
         warnings.resetwarnings()
@@ -221,12 +222,12 @@ class LoggerState:
     level: int
     propagate: bool
     disabled: bool
-    #: The class is `logging.Logger`. Loggers of other classes are left to the library that makes them.
+    #: The class is `logging.Logger`. Only their own library creates loggers of other classes.
     is_plain: bool
 
     @classmethod
     def read_all(cls) -> Iterator[LoggerState]:
-        """Yield the settings of each logger of this process that has any."""
+        """Yield the state of each logger of this process with changed settings."""
         root = logging.root
         for name, each in (("", root), *tuple(root.manager.loggerDict.items())):
             if isinstance(each, logging.Logger) and (
@@ -236,7 +237,7 @@ class LoggerState:
                 yield cls(name, int(each.level), bool(each.propagate), bool(each.disabled), plain)
 
     def apply(self) -> None:
-        """Apply the settings in this process."""
+        """Apply the settings to this process's logger of that name."""
         found = logging.root.manager.loggerDict.get(self.name)
         if not self.is_plain and not isinstance(found, logging.Logger):
             return
@@ -249,7 +250,7 @@ class LoggerState:
 
 @dataclass(frozen=True, slots=True)
 class WarningFilter:
-    """An item of `warnings.filters`. The category is stored by name, since its class may be the user's."""
+    """An item of `warnings.filters`, with its category as a module and a name, since the class may be the user's."""
 
     action: str
     message: str | re.Pattern[str] | None
@@ -259,7 +260,7 @@ class WarningFilter:
 
     @classmethod
     def of(cls, item: Any) -> WarningFilter | None:
-        """Return a filter as a value; `None`: `warnings` makes no such filter."""
+        """Return an item of `warnings.filters` as a value; `None`: the item has an unknown form."""
         match item:
             case (
                 str(action),
@@ -273,7 +274,7 @@ class WarningFilter:
         return None
 
     def item(self) -> tuple[Any, ...]:
-        """Return the filter as an item of `warnings.filters`, without importing the category's module."""
+        """Return the filter as an item for `warnings.filters`, without importing the category's module."""
         module, name = self.category
         found: Any = None
         with contextlib.suppress(AttributeError):
@@ -284,12 +285,10 @@ class WarningFilter:
 
 
 class _NamedCategory(type):
-    """Class of a category that is known by name, since its class may be imported later or travel by value.
-
-    If `raises`, warnings during imports do not match: in the flow's process, imports came before the filter.
-    """
+    """Metaclass of a category that matches classes by name: a class may be imported later, or pickled by value."""
 
     name: tuple[str, str]
+    #: Do not match warnings during imports: the flow's process had imported its modules before it set the filter.
     raises: bool
 
     def __subclasscheck__(cls, category: type) -> bool:

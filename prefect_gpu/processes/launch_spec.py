@@ -1,6 +1,6 @@
-"""Specs from which children are started, the events of their processes, and the protocol of launchers.
+"""Specs from which child processes are started, the events of these processes, and the protocol of launchers.
 
-`launcher` starts processes on this machine, `cluster.flow_side` on nodes. `messages` has the messages of a child.
+`launcher` starts processes on this machine, `cluster.flow_side` on nodes. `messages` has a child's messages.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """All that is needed to start the process of a task. The spec can be sent to another machine."""
+    """Everything needed to start the process of a task, also on another machine."""
 
     task_name: str
-    #: Variables to set in the child's environment, or to remove (`None`).
+    #: Variables to set in the child's environment; `None`: to remove.
     environment: Mapping[str, str | None]
     prepare: Prepare
     call: PackedValue
@@ -30,21 +30,21 @@ class LaunchSpec:
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
-    #: Devices and request of the task, which a launcher of another machine has confirmed there; `None`: unknown.
+    #: Devices and request of the task, for a launcher that has them confirmed on another machine; `None`: unknown.
     placement: Placement | None = None
     request: Request | None = None
 
 
-#: Title in `ps` of a process that was started ahead of its task, also once it has a task.
+#: Title of standbys in `ps`, also once they have a task.
 STANDBY_TITLE = "standby"
 
-#: Exit code of a standby that cannot run its task: a folder is gone, or the task would import other modules.
+#: Exit code of a standby that cannot run its task: the folder is gone, or the task would import other modules.
 UNSUITED_CODE = 75
 
 
 @dataclass(frozen=True, slots=True)
 class WarmSpec:
-    """All that is needed to start a standby: a process that imports modules before its task is known."""
+    """Everything needed to start a standby: a process that imports modules before its task is known."""
 
     #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
     modules: tuple[str, ...]
@@ -56,15 +56,15 @@ class WarmSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChildStarted:
-    """A process exists. Sent again if the first process was a standby that ended before it accepted the task."""
+    """A process was started. Sent again for the fresh process after a standby ended before the task's body began."""
 
-    #: For measurements on the process's own host, not for signals.
+    #: For measurements on the process's host, not for signals.
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChildRefused:
-    """No process could be started."""
+    """No process could be started, or no messages can be exchanged with the process."""
 
     error: Exception
 
@@ -78,25 +78,25 @@ class ValueArrived:
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """The process has ended; nothing follows."""
+    """The process has ended. The last event of a child."""
 
-    #: Exit code; negative: the number of the signal that ended it.
+    #: Exit code; negative: number of the signal that ended the process.
     code: int
     stderr_tail: str
-    #: The stream of messages ended inside a message.
+    #: The child's stream ended inside a message.
     truncated: bool = False
-    #: Why the launcher killed the process by its own decision; empty: it did not.
+    #: Reason why the launcher itself decided to kill the process; empty: it did not.
     killed_because: str = ""
 
 
 Heard = ChildStarted | ChildRefused | ValueArrived | ChildExited | Message
 
-#: Called with each message of one child, in order, on the launcher's thread: it must not block.
+#: Called with each event and message of one child, in order, on the launcher's thread. Must not block.
 Listener = Callable[[Heard], None]
 
 
 def tell(listener: Listener, message: Heard) -> None:
-    """Call a listener; log its exceptions."""
+    """Call a listener with an event or message; log exceptions of the listener."""
     try:
         listener(message)
     except Exception:
@@ -104,28 +104,24 @@ def tell(listener: Listener, message: Heard) -> None:
 
 
 class ChildHandle(Protocol):
-    """Handle of one child, for its owner."""
+    """Handle of one child process, as `Launcher.start` returns it."""
 
     def answer(self, message: Any) -> None:
-        """Send a message to the child; it is dropped if the child has ended."""
+        """Send a message to the child, or drop the message if the child has ended."""
 
     def kill(self) -> None:
         """Kill the child and every process that it started."""
 
 
 class Launcher(Protocol):
-    """Starts children. Safe to use from several threads."""
+    """Starts child processes. Safe to use from several threads."""
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Start a child; `listener` is called with `ChildStarted` or `ChildRefused` first.
-
-        Raises:
-            CapacityError: The launcher cannot run; the listener is not called.
-        """
+        """Start a child, or raise `CapacityError`; `listener` first gets `ChildStarted` or `ChildRefused`."""
 
 
 class AnnouncedTask(Launcher, Protocol):
-    """The launcher of one submitted task, for which a process may be started ahead."""
+    """The launcher of one submitted task, for which a standby may be kept until the task starts."""
 
     def retract(self) -> None:
-        """Keep no process for the task any longer; without effect once a process was started for it."""
+        """Keep no standby for the task any longer; no effect once the task has had a process."""

@@ -1,7 +1,7 @@
-"""The launcher of this machine: one thread that starts children and carries their messages.
+"""The launcher: one thread that starts child processes on this machine and exchanges messages with them.
 
-The thread starts each child in a session of its own, reads and writes channels and standard streams without blocking,
-and notices when a child ends. `runner` decides which child is started, and what its messages mean.
+The thread starts each child in a new session, reads and writes channels and standard streams without blocking, and
+reports when a child has ended. `runner` decides which child to start, and handles the messages.
 """
 
 from __future__ import annotations
@@ -50,18 +50,19 @@ from prefect_gpu.processes.output import ChildOutput, OutputForwarder, unwatch
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import Frame, FrameReader, MemoryFile
 
-#: Seconds that a child may take to end once its value has arrived. Chosen, not measured: libraries shut down meanwhile.
+#: Seconds in which a child must end after its value, while libraries shut down. Chosen, not measured.
 EXIT_GRACE_S = 5.0
 
+#: Seconds in which a child must end after it closed its channel without a value.
 SILENT_GRACE_S = 1.0
 
-#: Seconds between two checks for ended children where the system has no `pidfd_open` (macOS).
+#: Seconds between two checks for ended children on systems without `pidfd_open` (macOS).
 POLL_S = 0.05
 
-#: Seconds between two checks whether output can be read again: the parent's stream may have stalled.
+#: Seconds between two checks whether held back output can be read again: the parent's stream may stall.
 _HELD_BACK_S = 1.0
 
-#: Receives from one channel before other channels have their turn; each is at most a socket buffer.
+#: Most receives from one channel (each at most a socket buffer) before the next channel is read.
 _TURN_RECEIVES = 32
 
 #: Requested size of a channel's socket buffer in bytes; the kernel gives less (208 KiB by default).
@@ -71,18 +72,17 @@ logger = logging.getLogger(__name__)
 
 
 class Handle:
-    """A `ChildHandle` that passes calls on to the launcher's thread."""
+    """A `ChildHandle` whose calls are carried out by the launcher's thread."""
 
     def __init__(self, launcher: ProcessLauncher, child: LaunchedChild) -> None:
         self._launcher = launcher
-        #: Replaced if a standby ends before the body of its task begins. For the launcher's thread only.
+        #: Replaced if a standby ends before the body begins. For the launcher's thread only.
         self.child = child
 
     def give(self, spec: LaunchSpec, late: Late, listener: Listener) -> Handle:
-        """Assign a task to a standby, only once, and return the task's handle, which replaces the standby's.
+        """Give a task to this standby, once, and return the task's handle, which replaces the standby's.
 
-        If the standby ends before the body has begun, a fresh process is started from `spec`, and the listener gets
-        another `ChildStarted`. `late` has the changes since the standby was started.
+        If the standby ends before the body begins, a fresh process is started: another `ChildStarted`.
         """
         handle = Handle(self._launcher, self.child)
         self._launcher.call(lambda: self._launcher.give_task(handle, spec, late, listener))
@@ -99,37 +99,37 @@ class Handle:
 
 
 class LaunchedChild:
-    """One child in the launcher's thread: process, channel, streams, deadline."""
+    """State of one child, for the launcher's thread: process, channel, streams, deadline."""
 
     def __init__(
         self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
     ) -> None:
-        #: `None` once the process was started, since a call may be large.
+        #: `None` once the process was started: the call in it may be large.
         self.spec: LaunchSpec | WarmSpec | None = spec
-        #: Starts the process; `None`, or after a failure: the launcher's default does.
+        #: `None`, or after a failure: the launcher's default is used.
         self.spawn = spawn
         self.listener = listener
-        #: The task that a standby was given, until its body has begun.
+        #: Task that was given to this standby, until the body has begun.
         self.task: GivenTask | None = None
         self.token = uuid.uuid4().hex
         self.process: Process | None = None
         self.channel: socket.socket | None = None
         self.pidfd: int | None = None
         self.output: ChildOutput | None = None
-        #: Bytes to send, each with the memory files that go with its first byte.
+        #: Bytes to send, with the memory files that are sent with their first byte.
         self.outgoing: deque[tuple[memoryview, tuple[MemoryFile, ...]]] = deque()
         self.frames = FrameReader()
         self.value_arrived = False
-        #: The owner of the handle has killed the child.
+        #: The child was killed through its handle.
         self.unwanted = False
         self.killed = False
         self.killed_because = ""
-        #: Monotonic seconds at which the child is killed if it still lives, and the reason then.
+        #: Monotonic seconds at which the child is killed if it is alive, and the reason.
         self.deadline: float | None = None
         self.deadline_reason = ""
 
     def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
-        """Make the channel and start the process; after an exception the caller closes opened descriptors."""
+        """Open the channel and start the process. After an exception the caller closes the opened descriptors."""
         while self.process is None:
             self.channel, theirs = socket.socketpair()
             with theirs:
@@ -143,29 +143,29 @@ class LaunchedChild:
                         raise
                     logger.debug("a GPU task gets a fresh interpreter: %s", error)
                     self.spawn = None
-                    # A process that was started in spite of the error sees its channel close, and ends.
+                    # A process that exists in spite of the error sees its channel close, and ends.
                     self.channel.close()
 
     def kill_in(self, seconds: float, why: str) -> None:
-        """Set the deadline."""
+        """Set the child's deadline, in seconds from now, and the reason to kill the child then."""
         self.deadline, self.deadline_reason = time.monotonic() + seconds, why
 
     def queue(self, *pieces: memoryview, files: tuple[MemoryFile, ...] = ()) -> None:
-        """Add bytes to send, and memory files that go with the first piece."""
+        """Add bytes to send, with memory files for the first piece."""
         for piece in pieces:
             if len(piece):
                 self.outgoing.append((piece, files))
                 files = ()
 
     def queue_call(self, prepare: bytes, spec: LaunchSpec) -> None:
-        """Add a task's `Prepare` and its call to the bytes to send."""
+        """Add a task's encoded `Prepare` and its call to the bytes to send."""
         self.queue(memoryview(prepare))
         self.queue(*spec.call.frame, files=spec.call.files)
 
     def drop_files(self) -> None:
-        """Close the memory files that were not sent yet, or came with an incomplete frame."""
+        """Close memory files that were not sent, or were received with an incomplete frame."""
         self.outgoing.clear()
-        # The reader's state stays: whether the stream ended inside a frame.
+        # The reader still tells whether the stream ended inside a frame.
         self.frames.drop_files()
 
 
@@ -173,16 +173,16 @@ class LaunchedChild:
 class GivenTask:
     """A task that was given to a standby and whose body has not begun."""
 
-    #: A fresh process is started from it if the standby ends early.
+    #: For a fresh process, if the standby ends before the body begins.
     spec: LaunchSpec
     listener: Listener
     handle: Handle
-    #: The standby's listener: called when the standby has accepted the task, or has ended before.
+    #: Listener of the standby, which gets the standby's `Accepted`, or its end before.
     standby_listener: Listener
 
 
 class ProcessLauncher:
-    """Starts children on this machine. A fork of the parent has a launcher without children."""
+    """Starts children on this machine. In a fork of the parent, the launcher has no children."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class ProcessLauncher:
         self._closing = False
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
-        #: Tokens of further processes that the guardian kills, by process id.
+        #: Tokens of other processes that the guardian kills, by process id.
         self._guarded: dict[int, str] = {}
         self.output = OutputForwarder(on_progress=self._wake)
 
@@ -212,12 +212,10 @@ class ProcessLauncher:
     def start(
         self, spec: LaunchSpec | WarmSpec, listener: Listener, spawn: Spawner | None = None
     ) -> Handle:
-        """Start a child; a standby sends `Warmed` and then waits for `Handle.give`. See `Launcher.start`.
+        """Start a child or a standby; see `Launcher.start`. A standby sends `Warmed` and waits for `Handle.give`.
 
-        `spawn` starts this process; `None`, or after a failure: the launcher's default does.
-
-        Raises:
-            CapacityError: No thread, or no descriptor for it, is left; the next call tries again.
+        `spawn` starts the process; the launcher's default does if `spawn` is `None` or fails. Raise `CapacityError` if
+        no thread, or no descriptor for the thread, is left; the next call tries again.
         """
         child = LaunchedChild(spec, listener, spawn)
         with self._lock:
@@ -235,7 +233,7 @@ class ProcessLauncher:
         return Handle(self, child)
 
     def guard(self, pid: int, token: str) -> None:
-        """Have the guardian kill a process with the children, from the first child on; an empty token removes it."""
+        """Let the guardian (started with the first child) kill a process like a child; empty `token`: no longer."""
 
         def register() -> None:
             if token:
@@ -247,18 +245,18 @@ class ProcessLauncher:
         self.call(register)
 
     def call(self, command: Callable[[], None]) -> None:
-        """Call a function on the launcher's thread, soon."""
+        """Call a function on the launcher's thread, soon, without waiting."""
         self._commands.append(command)
         self._wake()
 
     def _wake(self) -> None:
         if self._thread is not None:
-            # Full: the thread is about to wake anyway. Closed: the thread has ended.
+            # A full socket: the thread is about to wake anyway. A closed socket: the thread has ended.
             with contextlib.suppress(OSError):
                 self._wake_in.send(b"!")
 
     def _open(self) -> None:
-        """Open the resources that the thread waits on; a launcher without children holds no descriptor."""
+        """Open the resources for the thread. Before the first child, a launcher holds no descriptor."""
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
@@ -275,7 +273,7 @@ class ProcessLauncher:
         yield from self._guarded.items()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """End all children, the guardian and the thread. The launcher can be used again after that."""
+        """End all children, the guardian and the thread. `start` may be called again afterwards."""
         thread = self._thread
         if thread is None:
             return
@@ -287,11 +285,11 @@ class ProcessLauncher:
             self._reset()
 
     def _forget(self) -> None:
-        """In a fork: close the parent's descriptors, or the guardian would not notice the parent's end."""
+        """Close the parent's descriptors in a fork, since open descriptors would hide the parent's end."""
         if self._thread is None:
             self._reset()
             return
-        # The selector is not asked: the kernel's set of watched files is shared with the parent.
+        # Nothing is unregistered: the parent shares the kernel's set of watched files.
         for child in self._children:
             if child.channel is not None:
                 child.channel.close()
@@ -301,7 +299,7 @@ class ProcessLauncher:
             if child.output is not None:
                 child.output.close_in_fork()
             if child.process is not None:
-                # No child of the fork: nothing to wait for.
+                # The process is no child of the fork, which must not wait for it.
                 child.process.returncode = 0
         self._guardian.forget()
         self._own.close()
@@ -314,7 +312,7 @@ class ProcessLauncher:
             key = None
             for key, mask in self._selector.select(self._longest_wait_s()):
                 self._attempt(key.data, mask)
-            # The key refers to a child, and so to the value of a task, which must not stay until the next event.
+            # The key refers to a child and so to its task's value, which must be freed before the next event.
             del key
             while self._commands:
                 self._attempt(self._commands.popleft())
@@ -324,14 +322,14 @@ class ProcessLauncher:
 
     @staticmethod
     def _attempt(step: Callable[..., None], *arguments: Any) -> None:
-        """Call a function; log its exceptions, so that other children are still served."""
+        """Call a function and log its exceptions, which must not affect other children."""
         try:
             step(*arguments)
         except Exception:
             logger.exception("the launcher of GPU tasks met an error; it goes on")
 
     def _close_down(self) -> bool:
-        """Kill all children; return whether none is left."""
+        """Kill all children, and end the guardian if no child is left; return whether none is left."""
         for child in self._children:
             if not child.killed:
                 self.kill_child(child, "the runner was closed")
@@ -357,11 +355,11 @@ class ProcessLauncher:
                 pass
 
     def _check_children(self) -> None:
-        """Handle deadlines, held back output and ends, which no event of a descriptor announces."""
+        """Check what no descriptor's event shows: deadlines, held back output, and ends of children without a pidfd."""
         try:
             self._guardian.replace()
         except OSError:
-            # Tried again. Without a guardian children run on; tasks that cannot start say why.
+            # Tried again later. Children run on without a guardian; a task that cannot start gets the error.
             logger.debug("the guardian of GPU tasks cannot be replaced", exc_info=True)
         now = time.monotonic()
         for child in tuple(self._children):
@@ -377,7 +375,7 @@ class ProcessLauncher:
     # Starting a child, or giving a task to a standby.
 
     def _launch(self, child: LaunchedChild) -> None:
-        # First of all: a fork in between must know what to close.
+        # First, so that `_forget` closes the child's descriptors in a fork.
         self._children.add(child)
         try:
             self._guardian.ensure()
@@ -393,7 +391,7 @@ class ProcessLauncher:
     def _spawn(self, child: LaunchedChild) -> None:
         spec, child.spec = child.spec, None
         assert spec is not None
-        # First all that can fail because of the spec: then there is no process to undo.
+        # Before the process starts: encoding may fail, and no process must be ended then.
         warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
@@ -405,7 +403,7 @@ class ProcessLauncher:
         child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
         process = child.process
         assert process is not None and child.channel is not None
-        # Before the child gets any input, without which it does nothing and ends when its channel closes.
+        # Before the child gets its input: until then it does nothing, and ends when its channel closes.
         self._guardian.tell(f"+{process.pid} {child.token}")
         child.channel.setblocking(False)
         child.pidfd = process.open_pidfd()
@@ -420,7 +418,7 @@ class ProcessLauncher:
         self._watch_channel(child)
 
     def _drop(self, child: LaunchedChild) -> None:
-        """Undo the start of a child that failed half way."""
+        """End the process of a child whose start has failed, and close its descriptors."""
         self._close_pidfd(child)
         self._close_channel(child)
         if child.process is not None:
@@ -432,7 +430,7 @@ class ProcessLauncher:
                 stream.close()
 
     def give_task(self, handle: Handle, spec: LaunchSpec, late: Late, listener: Listener) -> None:
-        """See `Handle.give`. The launcher's thread only."""
+        """See `Handle.give`. For the launcher's thread only."""
         child = handle.child
         task = GivenTask(spec, listener, handle, child.listener)
         if child not in self._children or child.killed or child.process is None:
@@ -441,14 +439,14 @@ class ProcessLauncher:
         try:
             prepare = messages.encode(replace(spec.prepare, late=late))
         except Exception:
-            # It cannot be pickled; the fresh process is refused with the same error.
+            # `Prepare` cannot be pickled. The start of a fresh process reports the same error.
             self.kill_child(child)
             self._start_over(task)
             return
         child.task, child.listener = task, listener
         tell(child.listener, ChildStarted(child.process.pid))
         child.queue_call(prepare, spec)
-        # At once: the next command may start a process, which takes as long as the rest of this task's start.
+        # At once, since the next command may start a process, which takes as long as the rest of this start.
         self._write(child)
 
     def _start_over(self, task: GivenTask) -> None:
@@ -474,7 +472,7 @@ class ProcessLauncher:
             self._selector.register(child.channel, wanted, ready)
 
     def send(self, child: LaunchedChild, data: memoryview) -> None:
-        """Send bytes to a child; they are dropped if it has ended. The launcher's thread only."""
+        """Send bytes to a child, or drop them if the child has ended. For the launcher's thread only."""
         if child.channel is not None:
             child.queue(data)
             self._watch_channel(child)
@@ -496,12 +494,12 @@ class ProcessLauncher:
             self._refuse(child, error, "it could not be sent its call")
             return
         except OSError:
-            # The child is about to end, which is noticed elsewhere.
+            # The child is about to end, which `_read` or `_finish` handles.
             child.outgoing.clear()
         self._watch_channel(child)
 
     def _read(self, child: LaunchedChild) -> bool:
-        """Read a child's messages, for one turn; `False`: nothing more can come now."""
+        """Read a child's messages, at most `_TURN_RECEIVES` pieces; return whether more may be read now."""
         for _ in range(_TURN_RECEIVES):
             if child.channel is None:
                 break
@@ -521,22 +519,22 @@ class ProcessLauncher:
         return child.channel is not None
 
     def _refuse(self, child: LaunchedChild, error: ProtocolError, because: str) -> None:
-        """End a child with which no messages can be exchanged."""
+        """Kill a child with which no messages can be exchanged, and report the error to its listener."""
         link: BaseException | None = error
         while link is not None:
-            # Frames of a traceback would keep files and their memory alive.
+            # A traceback's frames would keep files and their memory alive.
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         if child.task is None:
-            # A standby is replaced instead, until the body of its task has begun.
+            # Not for a standby's task before its body begins: a fresh process is started instead.
             tell(child.listener, ChildRefused(error))
-        # Killed before its channel closes: otherwise the child would end by itself.
+        # Before the channel closes, which would make the child end by itself.
         self.kill_child(child, because)
         self._close_channel(child)
 
     def _take_frame(self, child: LaunchedChild, frame: Frame) -> None:
         if frame.kind == transport.VALUE:
-            # Unpacked at once, so that the value's files are closed in any case.
+            # Unpacked at once, so that the value's files are always closed.
             value = transport.unpack(frame)
             child.value_arrived = True
             grace_s = self._exit_grace_s
@@ -545,7 +543,7 @@ class ProcessLauncher:
             return
         message = messages.decode(frame.body)
         if isinstance(message, (Accepted, Warmed)) and child.task is not None:
-            # The message is about the standby's time before its task, or says that it has the task.
+            # For the pool of standbys, not for the task.
             tell(child.task.standby_listener, message)
             return
         if isinstance(message, (BodyStarted, BodyEnded)):
@@ -554,10 +552,7 @@ class ProcessLauncher:
             tell(child.listener, message)
 
     def kill_child(self, child: LaunchedChild, because: str = "") -> None:
-        """Kill a child and all its processes. For the launcher's thread only.
-
-        `because`: why the launcher does so by its own decision; empty: the owner of the handle asks for it.
-        """
+        """Kill a child and all its processes, on the launcher's thread. Empty `because`: the child's owner decided."""
         if child not in self._children or child.process is None:
             return
         if not because:
@@ -568,11 +563,10 @@ class ProcessLauncher:
         guardian.kill_all({child.process.pid: child.token})
 
     def _finish(self, child: LaunchedChild) -> None:
-        """Read the last output of a child that has ended, kill its remaining processes, and call its listener."""
+        """Read the last output of an ended child, kill its remaining processes, and report the end."""
         assert child.process is not None
         self._close_pidfd(child)
-        # Before the wait, so that no other process has its id. (Forks and, where there is no pidfd, all processes were
-        # reaped a moment ago: see docs/decisions.md.)
+        # Before `wait`, which frees the id. (Forks and processes without pidfd were reaped: see docs/decisions.md.)
         guardian.kill_group(child.process.pid)
         code = child.process.wait()
         if child.killed or code != 0:
@@ -590,7 +584,7 @@ class ProcessLauncher:
         exited = ChildExited(code, tail, truncated, child.killed_because)
         task, child.task = child.task, None
         if task is not None and not child.unwanted and not self._closing:
-            # No line of the body has run, so the task's listener is not called.
+            # The body has not begun, so the task's listener gets no `ChildExited`.
             tell(task.standby_listener, exited)
             self._start_over(task)
             return
@@ -611,7 +605,7 @@ class ProcessLauncher:
 
 
 def _name_limit(error: BaseException) -> CapacityError | None:
-    """Return an error that names the reached limit; `None`: no limit was reached."""
+    """Return an error that names the system's limit behind `error`; `None`: another cause."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EAGAIN:
         limit = describe_process_limit()
@@ -631,7 +625,7 @@ def _name_limit(error: BaseException) -> CapacityError | None:
 
 
 def process_launcher() -> ProcessLauncher:
-    """Return the only launcher of this Python process; a fork has a launcher of its own."""
+    """Return the only launcher of this Python process; a fork has its own."""
     return PROCESS_RESOURCES.get(ProcessLauncher, _make)
 
 

@@ -1,17 +1,17 @@
-"""The messages between a parent and its child, and their order.
+"""Messages between a parent and its child process, and the order of the messages.
 
-One child, one stream socket, one task:
+A child has one stream socket and one task:
 
     parent                                child
     ------                                -----
-    boot frame: sys.path, argv    ───▶    the interpreter becomes like the parent's
+    boot frame: sys.path, argv    ───▶    sets up the interpreter like the parent's
 
-                                          only a standby, a process started before its task:
+                                          only a standby (a process started before its task):
                                   ◀───    Warmed (modules are imported), or it ends
 
-    Prepare                       ───▶    policy, allocation; a standby catches up with its task
+    Prepare                       ───▶    policy, allocation; a standby applies `Late`
     value frame: the `Call`       ───▶
-                                  ◀───    Accepted; then the policy is applied, the call is read
+                                  ◀───    Accepted; then applies the policy and reads the call
                                   ◀───    BodyStarted; `timeout_seconds` counts from here
                                   ◀───    CountersRead, LogEmitted, EventEmitted: any number
                                   ◀───    Asked, which blocks the child until
@@ -20,21 +20,19 @@ One child, one stream socket, one task:
                                           before `BodyStarted` until the body's end
                                   ◀───    ReleasedUnused
                                   ◀───    BodyEnded
-                                  ◀───    value frame: what was returned, or the exception
-                                          the process ends
+                                  ◀───    value frame: return value or exception; then it ends
 
 Early ends:
 
-- Before `BodyStarted`: a standby is replaced by a fresh process, and the task does not notice. The end of a fresh
-  process is a death.
+- A standby ends before `BodyStarted`: the launcher starts a fresh process, without effect on the task.
+- A fresh process ends before `BodyStarted`, or any process before its value is complete: the child has died.
 - The call cannot be read, or the policy cannot be applied: `BodyEnded` with the exception, without `BodyStarted`.
-- After `BodyStarted` and before the value is complete: a death, also inside a frame.
-- The child closes its channel without a value, or lives on after its value: the launcher kills it after a grace time.
-  A value that has arrived is kept.
-- The child sends bytes that are no message: it is killed (`ProtocolError`).
-- The parent ends, or closes the channel: the child ends once it reads or sends; the guardian ends the rest.
+- The child closes its channel without a value, or lives on after its value: the launcher kills the child after a grace
+  time. A value that has arrived is kept.
+- The child sends bytes that are no message: the launcher kills the child (`ProtocolError`).
+- The parent ends, or closes the channel: the child ends when it reads or sends; the guardian kills the rest.
 
-Messages are pickled. `transport` has frames and values, `launch_spec` the other events of a child.
+Messages are pickled. `values.transport` has frames and values, `launch_spec` the other events of a child.
 """
 
 from __future__ import annotations
@@ -55,14 +53,14 @@ from prefect_gpu.values.transport import MESSAGE, FrameBody, PackedValue, frame_
 
 
 class Message:
-    """Base of everything that may be sent in a frame of kind `transport.MESSAGE`."""
+    """Base class of the messages, each sent in a frame of kind `transport.MESSAGE`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(Message):
-    """First message: the state that must exist before any of the user's modules is imported."""
+    """First message to a child: the state to set up before the user's modules are imported."""
 
     policy: FrameworkPolicy
     allocation: Allocation
@@ -70,13 +68,13 @@ class Prepare(Message):
     counters_interval_s: float
     #: Changes since a standby was started; `None`: the process was started for this task.
     late: Late | None = None
-    #: Libraries that the call needs. A process started for the task imports them before the call is read.
+    #: Libraries that the call needs, imported before the call is read unless this process is a standby or a fork.
     libraries: tuple[str, ...] = ()
     #: Modules of the flow's process that no fresh interpreter can import.
     private_modules: tuple[str, ...] = ()
     #: The user's other modules that the flow's process has loaded.
     users_modules: tuple[str, ...] = ()
-    #: Functions and classes of such modules in the registry of Keras: module and qualified name by registered name.
+    #: Functions and classes of these modules that are registered in Keras: module, qualified name by registered name.
     registered: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     #: State of the flow's interpreter when this message is made.
     interpreter: InterpreterState = field(default_factory=InterpreterState.read)
@@ -84,11 +82,11 @@ class Prepare(Message):
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Facts that a standby learns only with its task."""
+    """Environment and paths of a task, for the standby to which the task is given."""
 
-    #: Variables to set, or to remove (`None`).
+    #: Variables to set; `None`: to remove.
     environment: Mapping[str, str | None]
-    #: The parent's working folder, arguments and paths now. Empty `cwd`: keep the folder.
+    #: The parent's current working folder (empty: keep the folder), arguments and paths.
     cwd: str
     argv: tuple[str, ...]
     sys_path: tuple[str, ...]
@@ -96,9 +94,9 @@ class Late:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
-    """A value of one of the flow's transactions, unpickled for each `Transaction.get`, which copies it anyway."""
+    """A value of a Prefect transaction of the flow, which `Transaction.get` unpickles by its deep copy."""
 
-    #: The value, or, if it cannot be sent, the error that `get` raises.
+    #: The pickled value, or the error that `get` raises because the value cannot be sent.
     held: Apart | Exception
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -109,27 +107,25 @@ class StoredValue:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The task's body and its arguments; travels as a value, pickled by `values`."""
+    """The task's body and its arguments. Sent as a value frame, pickled by `values`."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: Prefect's serialised context, without parameters, still pickled since unpickling imports Prefect. `None`: run
-    #: without Prefect.
+    #: Prefect's serialised context without parameters, pickled since unpickling imports Prefect; `None`: no task run.
     context: Apart | None = None
-    #: The flow's parameters in that context. They travel once, also if they are arguments of the task.
+    #: The flow's parameters, for the context. Pickled with the arguments, so that values in both are sent once.
     flow_parameters: Mapping[str, Any] = field(default_factory=dict)
-    #: `print` goes to the run's log.
     log_prints: bool = False
-    #: Level of Prefect's loggers, until Prefect is imported.
+    #: Level of Prefect's loggers until Prefect is imported.
     log_level: str = "INFO"
-    #: Prefect is imported before the body; otherwise when it is first needed.
+    #: Import Prefect before the body, not only when Prefect is first needed.
     at_once: bool = False
-    #: The task's parameters in that context, which are the arguments by name. They travel once.
+    #: The task's parameters, for the context: the arguments by name.
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def read_context(self) -> dict[str, Any]:
-        """Return Prefect's serialised context; empty: there is no context. Raise if it cannot be unpickled here."""
+        """Return Prefect's serialised context; empty: no context. Raise the unpickler's error if it cannot be read."""
         context: dict[str, Any] = {} if self.context is None else self.context.load()
         for name, parameters in (
             ("task_run_context", self.parameters),
@@ -142,7 +138,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answered(Message):
-    """Answer to an `Asked`: a result, or the error to raise."""
+    """The parent's answer to an `Asked`: a result, or the error for the child to raise."""
 
     result: Any = None
     error: BaseException | None = None
@@ -150,26 +146,26 @@ class Answered(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleaseUnused(Message):
-    """Ask the child to return the frameworks' unused device memory to the driver. No effect after `until_s`."""
+    """The parent's request to return the frameworks' unused device memory to the driver."""
 
-    #: Latest begin, in monotonic seconds, which all processes of a machine share.
+    #: Monotonic seconds (the same in all processes of a machine) after which the request has no effect.
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Warmed(Message):
-    """A standby has imported its modules. With a problem the standby ends by itself, even if it was given a task."""
+    """Report of a standby about its imports. A standby with a `problem` ends by itself, even if it has a task."""
 
-    #: Modules whose import failed. Their side effects are unknown, so no task may run here.
+    #: Modules whose import failed. Side effects of such an import are unknown, so no task may run.
     failed: tuple[str, ...] = ()
-    #: Action of a module at its import, after which a policy comes too late; empty: none.
+    #: Action of a module at its import, such as a driver's start, after which a policy comes too late; empty: none.
     touched: str = ""
     #: Private memory of the process now, in bytes; 0: unknown.
     resident_bytes: int = 0
 
     @property
     def problem(self) -> str:
-        """Why no task may run here; empty: tasks may run."""
+        """Reason why no task may run in the standby; empty: a task may run."""
         if self.touched:
             return self.touched
         return f"{', '.join(self.failed)} could not be imported" if self.failed else ""
@@ -177,44 +173,44 @@ class Warmed(Message):
 
 @dataclass(frozen=True, slots=True)
 class Accepted(Message):
-    """The child has received its `Prepare` and reads the call next; nothing of the task has run."""
+    """The child has received `Prepare` and will read the call; none of the task's code has run."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyStarted(Message):
-    """The body's first line is next: `timeout_seconds` counts from here."""
+    """The child is about to call the body: `timeout_seconds` counts from here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogEmitted(Message):
-    """A log record as Prefect's API handler prepared it."""
+    """A log record of the child, as prepared by Prefect's API handler."""
 
     log: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EventEmitted(Message):
-    """A Prefect event, as JSON."""
+    """A Prefect event of the child, as JSON."""
 
     event: str
 
 
 @dataclass(frozen=True, slots=True)
 class CountersRead(Message):
-    """The frameworks' own counters, summed over frameworks and devices, and the body's steps so far."""
+    """The frameworks' memory counters, summed over frameworks and devices, and the body's steps and marks."""
 
     #: `None`: no framework is used.
     counters: Counters | None
     frameworks: tuple[str, ...]
-    #: Facts about the steps so far; `None`: no step has ended.
+    #: `None`: no step has ended.
     steps: StepFacts | None = None
-    #: Marks and phases since the last message. Their times are seconds since the body's first line.
+    #: Marks and phases since the last message; times are seconds since the body's first line.
     marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Asked(Message):
-    """A question that blocks the child until an `Answered` comes."""
+    """A call of one of the parent's methods by name; the child waits for `Answered`."""
 
     method: str
     arguments: Mapping[str, Any]
@@ -222,61 +218,57 @@ class Asked(Message):
 
 @dataclass(frozen=True, slots=True)
 class ReleasedUnused(Message):
-    """Answer to a `ReleaseUnused`: unused memory was released where that was safe."""
+    """The child's answer to a `ReleaseUnused`, with its `until_s`: unused memory was released where that was safe."""
 
-    #: Copied from the request.
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class ContextChanges:
-    """Changes that a body has made to Prefect's contexts of its run, for the flow's process."""
+    """Changes that a body has made to the transactions and assets of its task run, for the flow's process."""
 
-    #: Values set by name: in the task run's own transaction, then in each transaction around it.
+    #: New values by name, for the task run's own transaction and then for each transaction around it.
     transactions: tuple[Mapping[str, Any], ...]
-    #: Hooks that the body has added to its own transaction.
+    #: Hooks that the body has added to the task run's own transaction.
     on_commit: tuple[Callable[..., Any], ...]
     on_rollback: tuple[Callable[..., Any], ...]
     #: Metadata of assets, by the asset's key.
     metadata: Mapping[str, Mapping[str, Any]]
 
     def __bool__(self) -> bool:
-        """Return whether anything was changed."""
         return any((*self.transactions, self.on_commit, self.on_rollback, self.metadata))
 
 
 @dataclass(frozen=True, slots=True)
 class BodyEnded(Message):
-    """The body has ended. A value's frame follows: the return value, or the exception."""
+    """The body has ended. The next frame is its value: the return value, or the exception."""
 
-    #: `True`: the value is an exception to raise in the parent.
+    #: The value is an exception.
     raised: bool
-    #: The missing device memory, from the exception or one of its causes; `None`: neither is an out-of-memory.
+    #: From the exception or one of its causes; `None`: neither is an out-of-memory error.
     out_of_memory: OutOfMemory | None = None
-    #: The traceback as text; empty if nothing was raised.
+    #: Traceback as text; empty: nothing was raised.
     traceback: str = ""
-    #: Last counters, `None` where no framework was used.
+    #: The last readings, as in `CountersRead`.
     counters: Counters | None = None
     frameworks: tuple[str, ...] = ()
-    #: As in `CountersRead`.
     steps: StepFacts | None = None
     marks: tuple[Mark, ...] = ()
     #: Largest resident set of the child so far, in bytes; 0: unknown.
     host_peak_bytes: int = 0
-    #: Metrics that the body has reported, by name.
     metrics: dict[str, float] = field(default_factory=dict)
     #: Pickled `ContextChanges`; `None`: no changes, or the body raised.
     changes: PackedValue | None = None
 
 
 def encode(message: Message) -> bytes:
-    """Return the frame of a message."""
+    """Return a message as the bytes of its frame."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return frame_header(MESSAGE, len(body)) + body
 
 
 def decode(body: bytes | FrameBody) -> Message:
-    """Return the message in a frame's body; raise `ProtocolError` if the bytes are no message."""
+    """Return the message in a frame's body; raise `ProtocolError` if the bytes are not a message."""
     try:
         message = pickle.loads(body)
     except Exception as error:

@@ -1,9 +1,9 @@
-"""Output of children on its way to the parent's own standard output and error.
+"""Forwards the output of child processes to the parent's standard output and standard error.
 
-The launcher's thread reads the streams of each child (`ChildOutput`) and never blocks. A thread of its own writes the
-output (`OutputForwarder`). While the parent's stream is full and makes progress, children wait. After `STALLED_S`
-seconds without progress output is dropped, and a line says how much: a terminal that is not read stops no child for
-good. The end of standard error is kept for error messages about a death.
+The launcher's thread reads the streams of each child without blocking (`ChildOutput`), and another thread writes to the
+parent's streams (`OutputForwarder`). While `PENDING_BYTES` are not written, children wait. After `STALLED_S` seconds
+without progress, output is dropped and a line says how much, so that no child waits for ever for a terminal that nobody
+reads. The end of standard error is kept for messages about a child's death.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 StreamName = Literal["stdout", "stderr"]
 
-#: Bytes that may wait for the parent's stream before children are held back.
+#: Bytes that may wait for the parent's stream; with more, children are not read.
 PENDING_BYTES = 4 * 1024 * 1024
 
-#: Seconds without progress after which a stream counts as stalled. A paused terminal must not stop a night's work.
+#: Seconds without progress after which the parent's stream counts as stalled: a terminal may be paused all night.
 STALLED_S = 5.0
 
-#: Bytes of standard error kept for the message about a death.
+#: Bytes at the end of standard error kept for the message about a child's death.
 STDERR_TAIL_BYTES = 64 * 1024
 
 #: Bytes read or written in one call.
 _PIECE_BYTES = 64 * 1024
 
-#: Most pieces read from a stream whose process has ended: more than a pipe holds. Another process may still write.
+#: Most pieces read from an ended child's stream, to which another process may still write. More than a pipe holds.
 _LAST_PIECES = 32
 
 
 class OutputForwarder:
-    """Writes children's output to `sys.stdout` and `sys.stderr` on its thread, then calls `on_progress`."""
+    """Thread that writes children's output to `sys.stdout` and `sys.stderr`, and calls `on_progress` after a write."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         self._on_progress = on_progress
@@ -59,13 +59,13 @@ class OutputForwarder:
 
     @property
     def full(self) -> bool:
-        """Whether children must wait now."""
+        """Whether children must wait: too many bytes are not written, and the stream is not stalled."""
         if self._pending_bytes < PENDING_BYTES:
             return False
         return time.monotonic() - self._progress_at < STALLED_S
 
     def offer(self, stream: StreamName, text: str) -> None:
-        """Add output of a child to the queue. Never blocks."""
+        """Add output of a child to the queue, or drop the output if the stream is stalled. Never blocks."""
         if not text:
             return
         with self._condition:
@@ -80,14 +80,14 @@ class OutputForwarder:
             self._condition.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all output is written; return whether that was in time."""
+        """Wait until all output is written; return whether that took at most `timeout_s`."""
         with self._condition:
             if self._pending and not self._start():
                 return False
             return self._condition.wait_for(lambda: self._pending_bytes == 0, timeout_s)
 
     def _start(self) -> bool:
-        """Start the thread if there is none; return whether there is one. The next output tries again."""
+        """Start the thread, unless it runs; return whether it runs. After a failure the next output tries again."""
         if self._thread is None:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-output")
@@ -122,20 +122,20 @@ class OutputForwarder:
 
     @staticmethod
     def _write(stream: StreamName, text: str) -> None:
-        # Looked up at every write: pytest and notebooks replace the streams while tasks run.
+        # Looked up each time: pytest and notebooks replace the streams while tasks run.
         target = sys.stdout if stream == "stdout" else sys.stderr
         # A closed or broken stream of the parent must not fail a task.
         with contextlib.suppress(Exception):
             try:
                 target.write(text)
             except UnicodeEncodeError as error:
-                # The encoding of the parent's stream has fewer characters than UTF-8, as under LC_ALL=C.
+                # The encoding of the parent's stream lacks the character, as under LC_ALL=C.
                 target.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
             target.flush()
 
 
 class ChildOutput:
-    """The standard streams of one child, which are unbuffered pipes. For the launcher's thread only."""
+    """Reader of one child's standard streams, which are unbuffered pipes. For the launcher's thread only."""
 
     def __init__(
         self,
@@ -146,25 +146,24 @@ class ChildOutput:
         self._streams = dict(streams)
         self._selector = selector
         self._forwarder = forwarder
-        # A character may be cut between two pieces.
+        # Incremental, since a character may be divided between two pieces.
         decoder = codecs.getincrementaldecoder("utf-8")
         self._decoders = {name: decoder(errors="replace") for name in streams}
         #: The streams are not read until the forwarder has room.
         self.held_back = False
-        #: End of standard error.
         self.stderr_tail = bytearray()
         for stream in streams.values():
             os.set_blocking(stream.fileno(), False)
         self._watch()
 
     def resume(self) -> None:
-        """Read the streams again, if they were held back and there is room now."""
+        """Read the streams again, if they were held back and the forwarder has room."""
         if self.held_back and not self._forwarder.full:
             self.held_back = False
             self._watch()
 
     def finish(self) -> None:
-        """Read the rest of the streams of a child that has ended, and close them."""
+        """Read the rest of the streams of an ended child, and close the streams."""
         self.held_back = False
         for name in tuple(self._streams):
             for _ in range(_LAST_PIECES):
@@ -174,7 +173,7 @@ class ChildOutput:
         self.close_in_fork()
 
     def close_in_fork(self) -> None:
-        """Close the streams, but do not change the selector, which a fork shares with its parent."""
+        """Close the streams without changing the selector, which a fork shares with its parent."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
@@ -189,11 +188,11 @@ class ChildOutput:
             unwatch(self._selector, stream)
 
     def _read(self, name: StreamName, last: bool = False) -> bool:
-        """Read one piece of output; `False`: nothing more can come now."""
+        """Read one piece of output; return whether more may be read now."""
         stream = self._streams.get(name)
         if stream is None:
             return False
-        # The rest of a pipe (64 KiB) is read in any case.
+        # The rest (`last`) is at most a pipe's 64 KiB and is always read.
         if self._forwarder.full and not last:
             self._unwatch()
             self.held_back = True
@@ -217,6 +216,6 @@ class ChildOutput:
 
 
 def unwatch(selector: selectors.BaseSelector, file: Any) -> None:
-    """Unregister a file or descriptor, if it is registered and open."""
+    """Unregister a file or descriptor from a selector, if it is registered and open."""
     with contextlib.suppress(KeyError, ValueError):
         selector.unregister(file)

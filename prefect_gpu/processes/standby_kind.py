@@ -1,8 +1,8 @@
 """Kinds and stages of standbys, and the choice of a standby for a task.
 
-A standby is a process that imports modules ahead of its task. Tasks of one kind can use each other's standbys. Of the
-user's modules, a standby imports only those that the task's process would import anyway. `standby_pool` has the
-processes, and `scheduling.standbys` the number of standbys.
+A standby is a process that imports modules before its task is known. Tasks of one kind can use each other's standbys.
+Of the user's modules, a standby imports only modules that the task's process would import anyway. `standby_pool` starts
+the processes, and `scheduling.standbys` computes their number.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
 
-#: Modules imported before a body that uses Prefect.
+#: Modules to import for a body that uses Prefect.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
 
-#: Failures in a row after which standbys of a kind are given up.
+#: Failures in a row after which no more standbys of a kind are started.
 MOST_FAILURES = 3
 
-#: Seconds after the last failure after which a kind is tried again: causes of failures pass.
+#: Seconds after the last failure until standbys of the kind are started again: causes of failures pass.
 FORGET_S = 600.0
 
-#: Variables to set in a waiting process, or to remove (`None`).
+#: Variables to set in a standby when it gets a task; `None`: to remove.
 Changes = dict[str, str | None]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The imports of a standby, and the environment in which it imports."""
+    """Kind of a standby: its imports, and its environment during the imports."""
 
-    #: Modules of this package, of Prefect and of the frameworks; none of the user's.
+    #: Modules of this package, Prefect and the frameworks; none of the user's.
     always: tuple[str, ...]
     #: Modules that the task's own code imports, the task's module first.
     users: tuple[str, ...]
     #: Variables that differ from the parent's; `None`: removed.
     environment: tuple[tuple[str, str | None], ...]
-    #: A tag states the number of threads, so a standby with another number is unsuitable.
+    #: A tag states the number of threads. A standby with another number is then unsuitable.
     cpus_stated: bool
-    #: Number of threads for libraries that read it as they load.
+    #: Number of threads, for libraries that read it at import.
     cpus: int = field(compare=False)
-    #: Estimated host memory of one standby in bytes, before any was measured.
+    #: Estimated host memory of one standby in bytes, until one is measured.
     size_bytes: int = field(compare=False)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All modules to import, in this order: frameworks before modules that need them."""
+        """All modules to import, in order: frameworks before the user's modules."""
         return (*self.always, *self.users)
 
     @functools.cached_property
     def key(self) -> str:
-        """Short name of the kind, the same in every process: equal kinds have equal names."""
+        """Short name of the kind, the same in every process for equal kinds."""
         values = self.always, self.users, self.environment, self.cpus_stated
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
@@ -82,7 +82,7 @@ class Kind:
         return replace(self, users=())
 
     def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
-        """Return the whole environment of a standby whose parent has `parent`."""
+        """Return the whole environment of a standby, from the environment of its parent."""
         environment = dict(parent)
         for name in self.always:
             adapter = registry.ADAPTERS.get(_framework_of(name))
@@ -101,23 +101,20 @@ def kind_of(
     environ: Mapping[str, str] | None = None,
     with_prefect: bool = True,
 ) -> Kind:
-    """Return the kind of standby that suits the task of a function.
+    """Return the kind of standby that suits a task with the function `fn`.
 
-    Args:
-        fn: The task's function.
-        policy: The task's policy before placement, without devices and budget.
-        size_bytes: Estimated host memory of such a process.
-        environ: The parent's environment; `None`: this process's.
-        with_prefect: The task is known to use Prefect. If `False`, its modules may still import Prefect.
+    `policy` is the task's policy before placement, without devices and budget. `size_bytes` estimates the host memory
+    of a standby. `environ` is the parent's environment (`None`: this process's). With `with_prefect`, the task uses
+    Prefect for certain; otherwise its modules may still import Prefect.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
     if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
-        # Each branch of the task uses one of them, and a process counts by its resident set.
+        # Branches of the task use one framework each, and the imports of all would count as host memory.
         names = []
     always = [registry.ADAPTERS[name].module for name in names]
     users = _users_modules(fn, always, names)
-    # Ahead of the user's modules: objects of libraries are frozen, objects imported with the user's modules are not.
+    # Before the user's modules, since only objects of libraries imported by then are frozen.
     if with_prefect or any(map(registry.brings_prefect, users)):
         always = [*OWN_MODULES, *always]
     return Kind(
@@ -133,10 +130,10 @@ def kind_of(
 def standby_changes(
     policy: FrameworkPolicy, environ: Mapping[str, str]
 ) -> tuple[tuple[str, str | None], ...]:
-    """Return the variables in which a standby differs from its parent, as in `Kind.environment`."""
+    """Return the variables in which a standby differs from its parent, for `Kind.environment`."""
     changes = child_environment(policy, registry.adapters_for(policy), environ)
     if policy.device_kind == "nvml":
-        # The device is not known yet, and modules that see no device would decide for the CPU.
+        # The device is not known yet, and modules that see no device would choose the CPU.
         del changes["CUDA_VISIBLE_DEVICES"]
     return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
 
@@ -175,11 +172,11 @@ def _can_import(module: str) -> bool:
 
 
 class HostMemory(Protocol):
-    """The broker's facts about host memory, for the standby pool. Safe to use from several threads."""
+    """Facts about host memory that the standby pool reads from a broker. Safe to use from several threads."""
 
     @property
     def host_promised_bytes(self) -> int:
-        """Host memory in bytes that is promised to tasks' processes and not yet used by them."""
+        """Bytes of host memory that are reserved for tasks' processes and not yet used by them."""
 
     @property
     def wants_host_memory(self) -> bool:
@@ -187,12 +184,12 @@ class HostMemory(Protocol):
 
 
 class Stage(enum.IntEnum):
-    """Stage of a standby. Of the standbys of a kind, the one with the lowest stage ends first."""
+    """Stage of a standby. If too many standbys of a kind exist, a standby in the lowest stage ends first."""
 
     IMPORTING = 0
-    #: Its modules are imported, and it waits for its task.
+    #: All modules are imported, and the standby waits for its task.
     WAITING = 1
-    #: It was asked to end, or ends by itself.
+    #: The standby was killed, or ends by itself.
     ENDING = 2
 
 
@@ -201,10 +198,10 @@ _serials = itertools.count()
 
 @dataclass(eq=False)
 class Standby:
-    """One process that was started ahead of its task."""
+    """One standby: a process that was started before its task."""
 
     kind: Kind
-    #: The spec of its process, which may lack the user's modules.
+    #: May lack the user's modules of the kind.
     spec: WarmSpec
     #: Monotonic seconds of the start.
     started_s: float
@@ -215,32 +212,32 @@ class Standby:
     #: `None`: no process has been reported yet.
     pid: int | None = None
     stage: Stage = Stage.IMPORTING
-    #: A task was assigned. The stage still changes until the standby accepts the task.
+    #: A task was given to the standby. The stage still changes until the standby accepts the task.
     given: bool = False
-    #: Its holds among the machine's standbys, and among importing standbys; `None`: not counted.
+    #: Places in the machine's limits of standbys and of importing standbys; `None`: not counted.
     place: Hold | None = None
     import_place: Hold | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether its modules are imported and it can take a task at once."""
+        """Whether all modules are imported, so that a task can begin at once."""
         return self.stage is Stage.WAITING
 
     def enter(self, stage: Stage) -> None:
-        """Enter a stage, unless the standby ends."""
+        """Note that the imports have ended, and enter a stage unless the standby is ending already."""
         if self.stage is not Stage.ENDING:
             self.stage = stage
         if self.import_place is not None:
             self.import_place.release()
 
     def leave(self) -> None:
-        """Release the standby's places in the machine's limit of standbys: it has a task, or has ended."""
+        """Release the places in the machine's limits, once the standby has a task or has ended."""
         for place in (self.place, self.import_place):
             if place is not None:
                 place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
-        """Return the changes that this standby needs for a task with this environment; `None`: it is unsuitable."""
+        """Return the variables to change for a task of a kind and environment; `None`: the standby is unsuitable."""
         return late_changes(
             self.spec.environment,
             environment,
@@ -252,17 +249,15 @@ class Standby:
 def choose_standby(
     standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str]
 ) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
-    """Choose the standby that is furthest along for a task of a kind with this whole environment.
+    """Return the most advanced standby for a task and the variables to change in it (`None`: no standby suits).
 
-    Returns:
-        The standby and its changes (`None`: no standby suits), and the standbys of the task's kind that became
-        unsuitable when the parent's environment changed.
+    Also return the kind's standbys that are unsuitable because the parent's environment has changed.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
     misfits = []
     for standby in standbys:
-        # A standby must not have imported modules that this task would not import.
+        # A standby must not have imported modules that the task would not import.
         similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
             kind.modules
         )
@@ -273,7 +268,7 @@ def choose_standby(
             if standby.kind == kind:
                 misfits.append(standby)
             continue
-        # A standby that still imports is further along than a process that has not been started.
+        # A standby that still imports suits as well: a fresh process would begin its imports only now.
         rank = standby.ready, len(standby.spec.modules), -standby.serial
         if best is None or rank > best_rank:
             best, best_rank = (standby, changes), rank
@@ -282,57 +277,54 @@ def choose_standby(
 
 @dataclass(eq=False)
 class KindRecord:
-    """Experience with the standbys of a kind."""
+    """Failures, size and last use of a kind's standbys."""
 
     kind: Kind
-    #: Host memory of one standby in bytes: the kind's estimate until one was measured.
+    #: Host memory of one standby in bytes: the kind's estimate until one is measured.
     size_bytes: int
-    #: Standbys in a row that ended without a task, or were unsuitable.
+    #: Number of standbys in a row that ended without a task, or were unsuitable.
     failures: int = 0
     #: Monotonic seconds of the last failure.
     failed_s: float = float("-inf")
-    #: Why no more standbys are started; empty: they are.
+    #: Reason why no more standbys are started; empty: they are.
     given_up: str = ""
-    #: An import of the user's modules failed, or started a framework or driver.
+    #: An import of the user's modules failed, or started a framework or driver: new standbys omit these modules.
     without_users: bool = False
-    #: Number of the last start of a task of this kind, among the starts of all tasks; 0: none was started.
+    #: Number of the kind's last task start, counted over all kinds; 0: no task of the kind was started.
     last_used: int = 0
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Modules that the next standby imports."""
+        """Modules for the next standby to import."""
         made = self.kind.without_users() if self.without_users else self.kind
         return made.modules
 
     def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
-        """Record a standby's report about its imports of these modules."""
+        """Record a standby's report about its imports (`modules`)."""
         if not warmed.problem:
             if warmed.resident_bytes:
                 self.size_bytes = warmed.resident_bytes
         elif modules != self.kind.without_users().modules:
-            # By the modules of this standby: several may have been started before the first report.
+            # Compared with this standby's modules, since several standbys may start before the first report.
             self.without_users = True
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
         elif not self.given_up:
-            # The imports will fail again.
+            # Imports of libraries will fail again.
             self.given_up, self.failed_s = warmed.problem, float("inf")
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
     def forget(self, now_s: float) -> None:
-        """Clear failures that are longer ago than `FORGET_S`."""
+        """Clear the failures if the last was more than `FORGET_S` seconds ago."""
         if now_s - self.failed_s > FORGET_S:
             self.failures, self.given_up = 0, ""
 
     def take_success(self) -> None:
-        """Record that a standby has accepted its task: failures count anew."""
+        """Record that a standby has accepted its task, and clear the failures."""
         self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
 
     def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
-        """Record that a standby ended before it accepted a task, or is unsuitable; return whether the failure counts.
-
-        Standbys that were started before the last failure have failed for the same reason, which counts once. `why` is
-        the reason in words that follow "since", `stderr_tail` the end of the standby's standard error.
-        """
+        """Record that a standby ended without a task or is unsuitable, since `why`; return whether that counts."""
+        # Standbys started before the last failure fail for the same cause, which counts once.
         if standby.started_s <= self.failed_s or self.given_up:
             return False
         self.failed_s = now_s
@@ -353,10 +345,7 @@ class KindRecord:
 def demands_of(
     records: Mapping[Kind, KindRecord], announced: Sequence[Kind], standbys: Collection[Standby]
 ) -> list[KindDemand]:
-    """Return the demand for each kind that is wanted or has standbys, the most urgent first.
-
-    `announced` has the kinds of the submitted tasks without a process, in order of submission.
-    """
+    """Return the demand for each kind, most urgent first; `announced`: kinds of tasks without a process, in order."""
     used = sorted((r for r in records.values() if r.last_used), key=lambda r: -r.last_used)
     latest = used[0].kind if used else None
     alive = {s.kind for s in standbys}

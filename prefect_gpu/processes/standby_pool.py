@@ -1,7 +1,7 @@
-"""The pool of standbys: starts them, assigns them to tasks, and ends them.
+"""The pool of standbys, which starts standbys, gives them to tasks, and ends them.
 
 One pool serves all runners of a Python process. A runner announces each submitted task; the announcement is then the
-task's `Launcher`. `standby_kind` has the kinds and the choice for a task, `scheduling.standbys` the number of standbys.
+task's `Launcher`. `standby_kind` chooses the standby for a task, `scheduling.standbys` computes the number of standbys.
 """
 
 from __future__ import annotations
@@ -50,49 +50,43 @@ from prefect_gpu.units import GIB
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of the machine's memory that standbys leave free.
+#: Bytes of host memory that standbys leave free.
 RESERVE_BYTES = 2 * GIB
 
-#: Seconds between two checks of the machine's memory while there are standbys.
+#: Seconds between two checks of host memory while there are standbys.
 CHECK_S = 1.0
 
-#: Seconds that a task waits for host memory before standbys end for it: every request waits a moment.
+#: Seconds that a task waits for host memory before all standbys end: every request waits a moment.
 PATIENCE_S = 0.5
 
-#: Seconds without new standbys after the machine was short of memory or processes.
+#: Seconds without new standbys after a shortage of host memory or processes.
 SHORTAGE_S = 10.0
 
-#: Seconds that a standby may import: half a minute is a cold disk, ten times that a hang.
+#: Seconds in which a standby must import its modules: ten times the half minute that a cold disk takes.
 IMPORT_S = 300.0
 
-#: Seconds that `close` waits for processes that were killed.
+#: Seconds that `close` waits for the end of killed standbys.
 _ENDING_S = 5.0
 
 
 class Announcement:
-    """A submitted task: the `Launcher` of all its processes.
-
-    A standby is kept for the task until its first process starts or the announcement is retracted.
-    """
+    """`Launcher` of a submitted task, for which the pool keeps a standby until the first `start`, or `retract`."""
 
     def __init__(self, pool: StandbyPool, kind: Kind) -> None:
         self._pool = pool
         self.kind = kind
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Assign a suitable standby to the task, or start a process for it."""
+        """Give the task to a suitable standby, or start a process for it."""
         return self._pool.start(self, spec, listener)
 
     def retract(self) -> None:
-        """Keep no standby for the task any longer; without effect once it had a process."""
+        """Keep no standby for the task any longer; no effect once the task has had a process."""
         self._pool.retract(self)
 
 
 class StandbyPool:
-    """Keeps standbys and assigns them to tasks. Safe to use from several threads.
-
-    `read_available` returns the bytes of the machine's memory that new processes could use.
-    """
+    """Keeps standbys and gives them to tasks. Safe to use from several threads."""
 
     def __init__(
         self,
@@ -101,10 +95,11 @@ class StandbyPool:
         cores: int | None = None,
     ) -> None:
         self._launcher = launcher
+        #: Returns the bytes of host memory that new processes could use.
         self._read_available = read_available
         self._cores = cores or count_cores()
         self._reset()
-        # A fork does not have its parent's processes, announcements and thread.
+        # The parent's standbys, announcements and thread do not exist in a fork.
         PROCESS_RESOURCES.after_fork(self, StandbyPool._reset)
 
     def _reset(self) -> None:
@@ -112,17 +107,17 @@ class StandbyPool:
         self._dirty = False
         self._shut = False
         self._thread: threading.Thread | None = None
-        #: Open runners, each with its maximum of standbys and its tasks' broker.
+        #: Maximum of standbys and broker of each open runner.
         self._owners: dict[object, tuple[int, HostMemory]] = {}
         self._announced: dict[Announcement, None] = {}
         self._shared: SharedFolder | None = None
         #: All standbys without a task.
         self._standbys: list[Standby] = []
-        #: Processes of tasks; a standby that was given its task has the task's kind until the body begins.
+        #: Processes of tasks, each with its kind if the process was a standby and the body has not begun, else `None`.
         self._running: dict[object, Kind | None] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
-        #: Monotonic seconds since when a task has waited for host memory; `None`: no task waits.
+        #: Monotonic seconds since which tasks wait for host memory; `None`: no task waits.
         self._starved_since_s: float | None = None
         #: Monotonic seconds until which no standby is started.
         self._hold_until_s = 0.0
@@ -132,13 +127,10 @@ class StandbyPool:
     def open(
         self, owner: object, most: int, broker: HostMemory, shared: SharedFolder | None = None
     ) -> None:
-        """Keep standbys for a runner until `close`; without effect the second time.
+        """Keep standbys for a runner (`owner`) until `close`. A second call for the same runner changes nothing.
 
-        Args:
-            owner: The runner.
-            most: Maximum of standbys. The largest of all runners is used.
-            broker: Broker of the runner's tasks.
-            shared: Folder in which all processes of the machine count their standbys, for which `most` is then a limit.
+        The largest maximum (`most`) of all runners is used. In the folder `shared`, all Python processes count their
+        standbys, so that `most` limits the machine's standbys.
         """
         with self._changed:
             if not self._shut:
@@ -146,7 +138,7 @@ class StandbyPool:
                 self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
-        """Remove a runner. With the last runner all standbys end."""
+        """Remove a runner. If no runner is left, end all standbys and wait for their end."""
         with self._changed:
             self._owners.pop(owner, None)
             if self._owners:
@@ -154,7 +146,7 @@ class StandbyPool:
                 return
             self._announced.clear()
             self._end_all()
-            # A kind that was given up may work for the next runner.
+            # Kinds that have failed may work for the next runner.
             self._records.clear()
             for standby in self._standbys:
                 self._record(standby.kind)
@@ -163,7 +155,7 @@ class StandbyPool:
                 self._changed.wait(left_s)
 
     def shut_down(self) -> None:
-        """End all standbys for good, since the interpreter is about to end."""
+        """End all standbys and start no more, since the interpreter is about to end."""
         with self._changed:
             self._shut = True
             self._owners.clear()
@@ -172,7 +164,7 @@ class StandbyPool:
             self._wake()
 
     def announce(self, kind: Kind) -> Announcement:
-        """Keep a standby of a kind for a submitted task."""
+        """Keep a standby for a submitted task of a kind, and return the task's launcher."""
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
@@ -190,7 +182,7 @@ class StandbyPool:
     def start(
         self, announcement: Announcement, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
-        """See `Announcement.start`. No standby is kept for the task from now on."""
+        """See `Announcement.start`. From now on no standby is kept for the task."""
         kind, environment = announcement.kind, environment_with(spec.environment)
         process = object()
 
@@ -210,7 +202,7 @@ class StandbyPool:
             if found is not None:
                 standby, changes = found
                 if standby.ready:
-                    # Another standby would take the cores on which this task begins.
+                    # Until the body begins, a new standby would take the task's cores.
                     self._running[process] = kind
                 else:
                     self._check_soon()
@@ -225,13 +217,13 @@ class StandbyPool:
 
     @property
     def ready(self) -> int:
-        """Number of standbys that wait for a task now."""
+        """Number of standbys that have imported their modules and wait for a task."""
         with self._changed:
             return sum(s.ready for s in self._standbys)
 
     @property
     def ready_by_kind(self) -> Counter[Kind]:
-        """Number of standbys that wait for a task now, by kind."""
+        """Number of standbys that wait for a task, by kind."""
         with self._changed:
             return Counter(s.kind for s in self._standbys if s.ready)
 
@@ -254,7 +246,7 @@ class StandbyPool:
         return standby.handle.give(spec, late, listener)
 
     def _check_soon(self) -> None:
-        """Wake the pool's thread to start and end standbys; start the thread if there is none."""
+        """Wake the pool's thread, which starts and ends standbys; start the thread if needed."""
         if self._shut or not self._owners:
             return
         if self._thread is None:
@@ -275,7 +267,7 @@ class StandbyPool:
             self._end(standby)
 
     def _end(self, standby: Standby) -> None:
-        # A standby that was given to a task belongs to the task.
+        # A standby with a task belongs to the task.
         if standby.stage is not Stage.ENDING and not standby.given and standby.handle is not None:
             standby.stage = Stage.ENDING
             standby.handle.kill()
@@ -300,7 +292,7 @@ class StandbyPool:
                 logger.exception("the pool of standby processes met an error; it goes on")
 
     def _check(self, brokers: set[HostMemory]) -> None:
-        """Start and end standbys as the plan says."""
+        """Start and end standbys, as planned from demand, host memory and cores."""
         available_bytes = self._read_available()
         promised_bytes = sum(broker.host_promised_bytes for broker in brokers)
         starved = any(broker.wants_host_memory for broker in brokers)
@@ -312,7 +304,7 @@ class StandbyPool:
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + SHORTAGE_S
                 self._end_all()
-            # A plan lets half of these cores import.
+            # A plan lets half of the cores import, hence twice the number.
             cores, most = 2 * self._imports_at_once(), self._most()
             machine = Machine(available_bytes, promised_bytes, RESERVE_BYTES, cores, most)
             self._end_hung(now)
@@ -323,7 +315,7 @@ class StandbyPool:
             self._carry_out(plan_standbys(demands, machine), now)
 
     def _end_hung(self, now: float) -> None:
-        """End standbys that import for too long."""
+        """End standbys that have imported for more than `IMPORT_S` seconds."""
         for standby in self._standbys:
             if standby.stage is Stage.IMPORTING and now - standby.started_s > IMPORT_S:
                 why = f"it imported for more than {IMPORT_S:g} s"
@@ -361,11 +353,11 @@ class StandbyPool:
             standby.leave()
             self._take_refusal(error)
             return
-        # Messages of the standby come on another thread, which waits for the lock.
+        # The standby's messages come on another thread, which waits for the lock.
         self._standbys.append(standby)
 
     def _take_places(self, standby: Standby) -> bool:
-        """Count a new standby on the machine; return whether it may be started."""
+        """Take places for a new standby in the machine's limits; return whether it may be started."""
         if self._shared is None:
             return True
         try:
@@ -383,19 +375,19 @@ class StandbyPool:
         return max(most for most, _ in self._owners.values())
 
     def _imports_at_once(self) -> int:
-        """Return how many standbys may import at a time: half the cores, for many tasks all cores without a task."""
+        """Return how many standbys may import at once: half the cores, with many announced tasks every free core."""
         half = most_imports(self._cores)
         return max(half, min(len(self._announced), self._cores - len(self._running)))
 
     def _take_refusal(self, error: Exception) -> None:
-        """Start no standby for a while: the processes that the system still allows are for tasks."""
+        """Start no standby for `SHORTAGE_S` seconds: processes that the system still allows are for tasks."""
         logger.debug("no process can be started ahead of its task: %s", error)
         self._hold_until_s = time.monotonic() + SHORTAGE_S
 
     # The launcher's thread.
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
-        """Pass on a message of a task's process; the next standby is started once the body has begun."""
+        """Pass a message of a task's process to the task's listener; once the body begins, check for new standbys."""
         try:
             listener(message)
         finally:
@@ -407,22 +399,22 @@ class StandbyPool:
                         self._running[process] = None
 
     def _hear(self, standby: Standby, message: Any) -> None:
-        """Handle a message of a standby, up to its `Accepted`."""
+        """Handle an event or message of a standby, up to its `Accepted`."""
         with self._changed:
             record, now = self._record(standby.kind), time.monotonic()
             if isinstance(message, Accepted):
-                # Not before: a standby may die of its imports, or when it is given a task.
+                # Only now a success: a standby may also die when it gets a task.
                 record.take_success()
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
             elif isinstance(message, Warmed):
-                # With a problem the standby ends by itself; a task that was given to it gets a fresh process.
+                # With a problem the standby ends by itself, and its task gets a fresh process.
                 standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, ChildRefused):
                 if standby.pid is None:
-                    # Without a process, no end will be reported.
+                    # Without a process, no `ChildExited` will come.
                     self._take_refusal(message.error)
                     self._drop(standby)
                 else:
@@ -435,31 +427,31 @@ class StandbyPool:
             self._wake()
 
     def _drop(self, standby: Standby) -> None:
-        # A standby that was given a task is not in the list.
+        # A standby with a task is not in the list.
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()
 
     def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
-        """Record the end of a standby that was not asked to end."""
+        """Record the end of a standby that the pool did not kill."""
         unsuited, why = message.code == UNSUITED_CODE, f"it ended with {message.code}"
         if unsuited:
             why = "files of modules, sys.path or the working folder had changed after its imports"
         counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
         if unsuited and counts:
-            # Other standbys of the kind have imported the same modules.
+            # Other standbys of the kind have imported the same outdated modules.
             for other in self._standbys:
                 if other.kind == standby.kind:
                     self._end(other)
 
 
 def standby_pool() -> StandbyPool:
-    """Return the only pool of this Python process; a fork has an empty pool of its own."""
+    """Return the only standby pool of this Python process; a fork has its own, empty pool."""
     return PROCESS_RESOURCES.get("standby pool", _make_pool)
 
 
 def _make_pool() -> StandbyPool:
     pool = StandbyPool(process_launcher())
-    # Called before the launcher's function, which was registered first: the launcher must get no new starts.
+    # Registered after the launcher's function, so called before it: the launcher must get no new starts.
     atexit.register(pool.shut_down)
     return pool

@@ -40,7 +40,7 @@ MODEST_DEFAULTS = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREAL
 #: Variables with options of PyTorch's allocator. PyTorch 2.9 renamed the first to the second.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: Variable of a child: the allocator option that caps processes of its body. A nested GPU task drops the option.
+#: Variable of a child: the allocator option that caps its body's processes, except GPU tasks (with own budgets).
 SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
 
 

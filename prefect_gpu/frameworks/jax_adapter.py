@@ -110,7 +110,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
             jax.clear_caches()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Return a pickle reduction of a JAX array, on the CPU too, to a NumPy array; else `NotImplemented`."""
+        """Return a pickle reduction of an array to NumPy, on the CPU too: flows see one type. Else `NotImplemented`."""
         jax = imported("jax", "Array")
         is_array = jax is not None and isinstance(value, jax.Array)
         if not is_array or not getattr(value, "is_fully_addressable", False):

@@ -44,7 +44,8 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             ("memoryallocation", "out of memory", "alloc_failed"),
         ),
     },
-    # Arena and driver have no class of their own. An arena in host memory raises the same error.
+    # Arena and driver have no error class of their own. An arena in host memory raises the same error, which counts as
+    # a device's in a GPU task.
     "onnxruntime": dict.fromkeys(
         ("Fail", "RuntimeException", "EPFail"), ("failed to allocate memory", "out of memory")
     ),

@@ -245,7 +245,10 @@ class TorchAdapter(FrameworkAdapter):
 
 
 def reduce_large(value: Any) -> Any:
-    """Return a pickle reduction of a large host storage without a copy; PyTorch's own copies the bytes twice."""
+    """Return a pickle reduction of a large host storage without a copy; PyTorch's own copies the bytes twice.
+
+    PyTorch's own reduction remains for CUDA storages, which arrive on a device. For the parent process.
+    """
     return _reduce(value)
 
 

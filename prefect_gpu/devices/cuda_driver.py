@@ -10,27 +10,27 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-#: The driver's library, by the name under which every program loads it.
+#: File name of the CUDA driver's library, under which every program loads the driver.
 DRIVER_LIBRARY = "libcuda.so.1"
 
-#: Calls of a thread in this mode neither heed nor invalidate captures of other threads: `CU_STREAM_CAPTURE_MODE_RELAXED`.
+#: `CU_STREAM_CAPTURE_MODE_RELAXED`: a thread's calls neither heed nor invalidate captures of other threads.
 _RELAXED = 2
 
-#: Result of the driver before it was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
+#: Result of a driver's call before the driver was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
 _NOT_INITIALIZED = 3
 
 
 def loaded_driver() -> ctypes.CDLL | None:
-    """Return the driver's library; `None`: this process has not loaded it."""
+    """Return the CUDA driver's library; `None`: this process has not loaded it."""
     try:
         return ctypes.CDLL(DRIVER_LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
-        # The driver is not loaded, or this system has no such flag (macOS).
+        # Not loaded, or a system without this flag (macOS).
         return None
 
 
 def is_initialized() -> bool:
-    """Return whether the driver was initialised in this process."""
+    """Return whether the CUDA driver was initialised in this process."""
     driver = loaded_driver()
     count = ctypes.c_int()
     return driver is not None and driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED
@@ -38,10 +38,10 @@ def is_initialized() -> bool:
 
 @contextlib.contextmanager
 def unbound_by_captures() -> Iterator[bool]:
-    """Allow this thread to free device memory while another thread captures a CUDA graph; yield `False` if it may not.
+    """Allow this thread to free device memory while another captures a CUDA graph; yield `False` if the driver cannot.
 
-    By default a call such as `cudaFree`, on any thread and any device, fails during a capture of mode "global", which is
-    PyTorch's, and invalidates it. The mode belongs to the thread; its old one is restored at the end.
+    By default a call such as `cudaFree`, on any thread and device, fails during a capture of mode "global"
+    (PyTorch's), and invalidates this capture. The mode belongs to the thread, and is restored at the end.
     """
     driver, mode = loaded_driver(), ctypes.c_int(_RELAXED)
     exchange = getattr(driver, "cuThreadExchangeStreamCaptureMode", None)
@@ -55,12 +55,9 @@ def unbound_by_captures() -> Iterator[bool]:
 
 
 def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
-    """Return the id of the primary context of a visible device, unique in the life of this process.
+    """Return the id of a visible device's primary context, which frameworks share; 0: no context now; `None`: unknown.
 
-    The frameworks share that context. `cuCtxGetId` is part of CUDA 12 and later.
-
-    Returns:
-        The id; 0: there is no context now. `None`: the driver does not say.
+    The id is unique in the life of this process. `cuCtxGetId` is part of CUDA 12 and later.
     """
     device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     if driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(ordinal)):
@@ -71,7 +68,7 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
     if not active.value:
         return 0
     context, identity = ctypes.c_void_p(), ctypes.c_ulonglong()
-    # The context exists, so this call only adds a user.
+    # The context exists, so this call only adds a reference.
     if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
         return None
     failed = driver.cuCtxGetId(context, ctypes.byref(identity))
@@ -80,19 +77,19 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
 
 
 class PrimaryContexts:
-    """Detects that the primary context of one of `count` devices was destroyed, whose memory frameworks still count.
+    """Detects whether the primary context of one of `count` visible devices was destroyed. For one thread at a time.
 
-    `cudaDeviceReset`, and `close` and `Device.reset` of `numba.cuda` do that. For one thread at a time.
+    `cudaDeviceReset` and, in `numba.cuda`, `close` and `Device.reset` destroy it; frameworks still count its memory.
     """
 
     def __init__(self, count: int) -> None:
         self._ids = [0] * count
         self._driver: ctypes.CDLL | None = None
-        #: Whether a context was destroyed.
+        #: Whether a context was ever destroyed.
         self.lost = False
 
     def read(self) -> bool:
-        """Compare the contexts with the last reading; return `lost`."""
+        """Compare the devices' contexts with the last reading, and return whether a context was ever destroyed."""
         self._driver = self._driver or loaded_driver()
         if self._driver is None:
             return False

@@ -1,7 +1,7 @@
-"""The host's memory as a device, its available bytes, kills for lack of memory, and the cores.
+"""The host's memory as a device, its available bytes, the kernel's out-of-memory kills, and the cores.
 
-Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups count; swap does not.
-Functions with a `root` look for `proc` and `sys` in this folder.
+Used where there is no GPU, and by `nvml` on machines with unified memory. Limits of control groups count; swap does
+not. Functions with a `root` look for `proc` and `sys` in this folder.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot
 
-#: Version 1 of control groups writes "no limit" as the largest page-aligned signed 64-bit number.
+#: From here on a limit means none: version 1 of control groups writes the largest page-aligned signed 64-bit number.
 _NO_LIMIT_BYTES = 2**60
 
-#: Kills in `/proc/vmstat`, and in `memory.events` (version 2) or `memory.oom_control` (version 1, Linux 4.13) of groups.
+#: Kills, in `/proc/vmstat` and, of control groups, `memory.events` (v2) or `memory.oom_control` (v1, Linux 4.13).
 _OOM_KILLS = re.compile(r"^oom_kill ([0-9]+)$", re.MULTILINE)
 
 
@@ -34,25 +34,24 @@ class HostMemory:
 
     #: The host's memory, or the limit of the control groups if lower.
     total_bytes: int
-    #: The kernel's estimate, or the rest of the control groups' limit if lower.
+    #: The kernel's estimate of available memory, or the rest of the control groups' limit if lower.
     available_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupFiles:
-    """The names of a control group's files, which differ between the versions of control groups."""
+    """Names of a control group's files in one version of control groups."""
 
-    #: Limit of its processes together. Above `memory.high` the kernel slows them down severely: it counts as a limit.
+    #: Files with a limit. Above `memory.high` the kernel slows processes down severely, so it counts as a limit.
     limits: tuple[str, ...]
-    #: Held now, page cache included.
+    #: File with the used memory, page cache included.
     used: str
-    #: In `memory.stat`: page cache that the kernel frees before it refuses memory.
+    #: Key in `memory.stat`: page cache that the kernel frees before it refuses memory.
     reclaimable: str
-    #: Has the count of kills.
+    #: File with the number of kills.
     kills: str
 
 
-#: Names of files by the version of control groups.
 _FILES = {
     1: _GroupFiles(
         ("memory.limit_in_bytes",),
@@ -97,7 +96,7 @@ def read_core_quota(root: Path = Path("/")) -> float:
 
 
 def _read_group(folder: Path, files: _GroupFiles) -> HostMemory | None:
-    """Return the limit and the rest of a control group; `None`: no limit."""
+    """Return the memory limit of a control group, and how much of it is available; `None`: no limit."""
     found = [_number(_text(folder / name)) for name in files.limits]
     limits = [limit for limit in found if limit is not None]
     # Most groups have no limit, and reading `memory.stat` takes longest.
@@ -116,7 +115,7 @@ def _number(text: str) -> int | None:
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory of the host that this process may use."""
+    """Return the host's memory, as far as control groups let this process use it."""
     machine = psutil.virtual_memory()
     bounds = [HostMemory(machine.total, machine.available)]
     for folder, version in _find_groups(root, "memory"):
@@ -142,16 +141,16 @@ def read_host_available_bytes() -> int:
 
 
 def mps_runs() -> bool:
-    """Return whether the daemon of CUDA's Multi-Process Service seems to run for this user: it has a pipe."""
+    """Return whether CUDA's Multi-Process Service seems to run for this user: its control pipe exists."""
     folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
     return os.path.exists(os.path.join(folder, "control"))
 
 
 def read_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for lack of memory, as a sum of counters.
+    """Return a number that rises when the kernel kills any process for lack of memory.
 
-    A container may hide the host's counter, and a control group counts only its own kills, so both are read, and one
-    kill may count several times. A sum higher than an earlier one means a kill, of any process.
+    A container may hide the host's counter, and a control group counts only its own kills. So the number is the sum of
+    both, and one kill may count several times.
     """
     groups = _find_groups(root, "memory")
     counters = [folder / _FILES[version].kills for folder, version in groups]
@@ -167,12 +166,12 @@ def _text(path: Path) -> str:
 
 
 def host_uuid(hostname: str) -> str:
-    """Return the UUID of a host's memory: `HOST-node-3-example-org`."""
+    """Return the UUID of a host's memory as a device: `HOST-node-3-example-org`."""
     return "HOST-" + (re.sub(r"[^A-Za-z0-9]+", "-", hostname).strip("-") or "localhost")
 
 
 def read_machine() -> str:
-    """Return the identity of this machine since its start, the same in all its containers; else its name."""
+    """Return the kernel's boot id, the same in all containers of a machine; else the hostname."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -180,7 +179,7 @@ def read_machine() -> str:
 
 
 class HostReader(DeviceReader):
-    """The host's memory as one device; a process counts with its resident set."""
+    """Reads the host's memory as one device. A process counts with its resident set."""
 
     kind: DeviceKind = "host"
 
@@ -199,7 +198,7 @@ class HostReader(DeviceReader):
         self._devices = (replace(device, machine=read_machine()),)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Read it once; see `DeviceReader.read`."""
+        """Return one snapshot, of the host's memory; see `DeviceReader.read`."""
         at_s, (device,) = self._clock.now(), self._devices
         free_bytes = min(self._memory().available_bytes, device.total_bytes)
         return (DeviceSnapshot(device, at_s, free_bytes, processes=self._table.resident(roots)),)

@@ -1,7 +1,6 @@
-"""NVIDIA GPUs and MIG instances, read through NVML.
+"""NVIDIA GPUs and MIG instances, read through NVML. `visible` applies `CUDA_VISIBLE_DEVICES`.
 
-The only module that imports `pynvml`. It creates no CUDA context and changes nothing. `visible` applies
-`CUDA_VISIBLE_DEVICES`.
+Only this module imports `pynvml`. It creates no CUDA context and changes nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 Handle = Any
 
-#: NVML writes "not available" as the largest unsigned number; no device has half as much.
+#: From here on a figure means "not available": NVML writes the largest unsigned number, no device has half as much.
 _NOT_AVAILABLE_BYTES = 2**63
 
-#: Seconds between restarts of NVML, of tens of milliseconds, while every device fails. A lost GPU rarely comes back.
+#: Seconds between restarts of NVML (tens of milliseconds) while all devices fail. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
 
 
@@ -47,18 +46,15 @@ class _Memory:
     total_bytes: int
     free_bytes: int
     reserved_bytes: int = 0
-    #: The GPU has no memory of its own: these are the host's.
+    #: Whether the GPU has no memory of its own: the figures are the host's.
     unified: bool = False
 
 
 class NvmlReader(DeviceReader):
-    """Reads NVIDIA devices. Used by one thread at a time.
+    """Reads NVIDIA devices. Used by one thread at a time. `DeviceError`: no driver, or a named device is missing.
 
-    `visible` is the text of `CUDA_VISIBLE_DEVICES` (`None`: not set); `chosen` has indices or UUID prefixes among these
-    devices, in the wanted order (empty: all of them).
-
-    Raises:
-        DeviceError: There is no driver, or a named device is missing.
+    `visible` is the text of `CUDA_VISIBLE_DEVICES` (`None`: not set). `chosen` has indices or UUID prefixes among the
+    visible devices, in the wanted order (empty: all of them).
     """
 
     kind: DeviceKind = "nvml"
@@ -76,12 +72,11 @@ class NvmlReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
-        #: Whether the driver's process ids are this process's, as outside of containers. In a PID namespace
-        #: drivers list the host's ids, or translate them for the list and then look up the memory of the host's
-        #: process with the translated id (seen in the sources of the open kernel modules). Any such id may by
-        #: chance be a child's.
+        #: Whether the driver lists process ids of this PID namespace, as outside of containers. In a container drivers
+        #: list the host's ids, or translate them for the list and then look up the memory of the host's process with
+        #: the translated id (sources of the open kernel modules). Any such id may by chance be a child's.
         self._attributed = self._table.processes.in_initial_namespace()
-        #: NVML counts starts, so each reader starts and stops it once.
+        #: Whether this reader has started NVML, which counts starts: each reader starts and stops it once.
         self._started = False
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
@@ -95,7 +90,7 @@ class NvmlReader(DeviceReader):
             raise DeviceError(f"NVML could not list the devices: {_say(error)}") from error
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Read every device once; see `DeviceReader.read`."""
+        """Return a snapshot of every device; see `DeviceReader.read`."""
         if self._reopen_due_s is not None and self._clock.now() >= self._reopen_due_s:
             self.close()
         self._open()
@@ -107,7 +102,7 @@ class NvmlReader(DeviceReader):
         return snapshots
 
     def close(self) -> None:
-        """Shut NVML down for this reader; reading again starts it."""
+        """Shut NVML down for this reader; the next reading starts it again."""
         self._handles.clear()
         self._reopen_due_s = None
         if self._started:
@@ -253,7 +248,7 @@ class NvmlReader(DeviceReader):
 
 
 def _parts(gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:
-    """Yield a GPU itself or, in MIG mode, its instances with their ids."""
+    """Yield the handle of a GPU or, in MIG mode, of each instance with its ids (GPU instance, compute instance)."""
     try:
         mig = pynvml.nvmlDeviceGetMigMode(gpu)[0] == 1
     except pynvml.NVMLError as error:
@@ -296,7 +291,7 @@ def _read_busy(handle: Handle) -> float | None:
 
 
 def _running(handle: Handle, function: str) -> Sequence[Any]:
-    """Return the running processes; empty if the driver does not report them."""
+    """Return the processes that an NVML function lists; empty: the driver does not report them."""
     for name in (function, f"{function}_v2"):
         # A second try, if processes started after NVML had counted them.
         for _ in range(2):

@@ -1,6 +1,6 @@
-"""The driver's readings for this process: its memory on its devices, and their free memory.
+"""The driver's readings about this process: its memory on its devices, and their free memory.
 
-For a child, at the end of a phase and when memory ran out. `sampler` makes the parent's readings.
+Used in a child at the end of a phase and after an out-of-memory. `sampler` reads the devices in the parent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prefect_gpu.scheduling.model import DeviceSnapshot
 
 @dataclass(frozen=True, slots=True)
 class OwnUse:
-    """A device, as read by the process itself. Bytes; `None`: the driver does not report it."""
+    """Memory of this process on one device, in bytes; `None`: the driver does not report it."""
 
     device_uuid: str
     #: Held by this process and its descendants.
@@ -24,10 +24,10 @@ class OwnUse:
 
 
 class OwnMemory:
-    """Reads the driver's figures for this process, device by device in its order. It never raises.
+    """Reads the driver's figures for this process on its devices. Never raises.
 
-    The first reading opens the driver, which takes tens of milliseconds; a later one takes less than one. After a failure
-    every reading is unknown, so that a body does not wait again. Several threads may use NVML at once.
+    The first reading opens the driver, which takes tens of milliseconds; a later one takes less than one. After a
+    failure all figures are `None`, so that a body does not wait again. Several threads may use NVML at once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class OwnMemory:
         self._failed = False
 
     def read(self) -> tuple[OwnUse, ...]:
-        """Read every device once, in the process's order."""
+        """Return this process's memory on every device, in the order of `device_uuids`."""
         found: dict[str, OwnUse] = {}
         if not self._failed:
             try:
@@ -66,7 +66,7 @@ def _own_use(snapshot: DeviceSnapshot, pid: int) -> OwnUse:
 
 
 def _open_nvml(device_uuids: Sequence[str]) -> DeviceReader:
-    # Imported here: most children never read it.
+    # Imported late: most children never need it.
     from prefect_gpu.devices.nvml import NvmlReader
 
     return NvmlReader(visible=",".join(device_uuids))

@@ -10,9 +10,9 @@ from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Nod
 
 
 class ProcessMemory:
-    """A reader's account of one process; empty for real devices."""
+    """A reader's record of one process's memory. This base class is for real devices: it records nothing."""
 
-    #: Bytes of context on each device; `None`: measured elsewhere.
+    #: Memory of the process on each device before any allocation, in bytes; `None`: measured elsewhere.
     context_bytes: int | None = None
     #: Bytes that the process may allocate on each device; `None`: its frameworks set the cap.
     cap_bytes: tuple[int, ...] | None = None
@@ -21,33 +21,24 @@ class ProcessMemory:
         self._kind = kind
 
     def attach(self, pid: int) -> None:
-        """Set the process. A second process replaces the first, which ended early."""
+        """Set the process of this record. A second process replaces a first one, which ended early."""
 
     def live_bytes(self) -> int | None:
         """Return the allocated bytes of the process; `None`: not known."""
         return None
 
     def detach(self) -> tuple[int, int] | None:
-        """Free all memory of the process, which has ended.
-
-        Returns:
-            The peak of allocated bytes, and the number of devices of the process; `None`: not known.
-        """
+        """Free the ended process's memory; return its peak in bytes and its number of devices (`None`: unknown)."""
         return None
 
     def answer(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """Carry out a request of the process to its devices. The child raises the error of a device.
-
-        Raises:
-            ProtocolError: The request is unknown.
-        """
+        """Answer a child's request to its devices; errors are raised in the child. `ProtocolError`: unknown request."""
         raise ProtocolError(f"{method} is for simulated devices; these are {self._kind}")
 
 
 class DeviceReader:
-    """Reads the devices of one specification. Used by one thread at a time."""
+    """Reads the devices of one `DeviceSpec`. Used by one thread at a time."""
 
-    #: Kind of the devices.
     kind: DeviceKind
     #: Whether the devices belong to other machines.
     remote = False
@@ -56,30 +47,26 @@ class DeviceReader:
     def devices(self) -> tuple[Device, ...]:
         """Return the devices, in the order of their `index`; on one machine the same every time.
 
-        On a cluster they are sorted by node, and are those of the last `read`: nodes join and leave.
+        On a cluster they are sorted by node, and are the devices of the last `read`: nodes join and leave.
         """
         return self._devices
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Return a snapshot of every device, in the order of `devices()`; one with `error` for a device that fails.
+        """Return a snapshot of every device, in the order of `devices()`; a device that fails has one with `error`.
 
-        Args:
-            roots: Process ids of our living children, each of which leads a session. A process belongs to a root if it
-                is in its session or descends from it.
-
-        Raises:
-            DeviceError: No device can be read.
+        `roots` are process ids of our living children, each of which leads a session. A process belongs to a root if
+        it is in its session or descends from it. `DeviceError`: no device can be read.
         """
         raise NotImplementedError
 
     def nodes(self) -> Mapping[str, NodeReading]:
-        """Return each node's room for processes on a cluster, as of the last `read`; empty: one machine."""
+        """Return the room for processes of each node of a cluster, as of the last `read`; empty: one machine."""
         return {}
 
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
     ) -> ProcessMemory:
-        """Return the account of a new process on some devices. Any thread may call it. `budget_bytes`: `None`: no cap."""
+        """Return a record for a new process's memory on some devices, for any thread. `budget_bytes=None`: no cap."""
         return ProcessMemory(self.kind)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""The one thread that reads the devices, for all runners that share them.
+"""The thread that reads the devices, for all runners that share them.
 
-It covers the times of readings, failed and hanging readings, and the mean utilisation over the last readings.
+This module decides when to read, handles readings that fail or hang, and averages the utilisation of devices.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot, Reading
 
-#: Seconds of the mean. NVML's own figure covers 1/6 to 1 s; a training that loads or saves data is idle for as long.
+#: Seconds of the mean utilisation. NVML's figure covers 1/6 to 1 s; a training is idle as long to load or save data.
 WINDOW_S = 3.0
 
 
 class Utilisation:
-    """Stores the readings of the last `WINDOW_S` seconds. For one thread."""
+    """The utilisation of each device in the last `WINDOW_S` seconds. For one thread."""
 
     def __init__(self) -> None:
-        #: Time of a reading and the busy fraction, oldest first.
+        #: Time and busy fraction of each reading, oldest first.
         self._seen: dict[DeviceKey, deque[tuple[float, float]]] = {}
 
     def smooth(self, snapshot: DeviceSnapshot) -> DeviceSnapshot:
-        """Return a snapshot with the mean since the last missing figure as its `busy_fraction`."""
+        """Return a snapshot with the mean as its `busy_fraction`; a missing fraction restarts the mean."""
         now = snapshot.busy_fraction
         if now is None or snapshot.error:
             self._seen.pop(snapshot.device.key, None)
@@ -51,15 +51,13 @@ MAX_BACK_OFF_S = 5.0
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
-    All methods may be called from any thread. Only `stop` waits for the reader. While a driver hangs, `publish`
-    is not called.
+    Any thread may call any method. Only `stop` waits for the reader. While a driver hangs, `publish` is not called.
 
     Args:
         reader: Used by the sampler's thread alone.
         roots: Returns the process ids of the living children.
         publish: Called with every reading, on the sampler's thread; must not block for long.
         interval_s: Seconds from the start of a reading to the start of the next.
-        clock: Time.
         read_host_available: Returns `Reading.host_available_bytes`.
     """
 
@@ -90,27 +88,24 @@ class Sampler:
         self._due_s = float("-inf")
 
     def set_active(self, active: bool) -> None:
-        """Start or stop reading at the interval; the first reading is at once if due. See `refresh` for errors."""
+        """Start or stop reading at the interval; the first reading, if due, is made at once. Raises as `refresh`."""
         with self._changed:
             if active != self._active:
                 self._wake()
                 self._active = active
 
     def refresh(self) -> None:
-        """Ask for a reading now, active or not.
+        """Request a reading now, active or not; `CapacityError`: the thread could not be started.
 
         A caller recognises the reading by its `at_s`, which is not before this call. Several calls before a reading
         lead to one reading; a call during a reading leads to another.
-
-        Raises:
-            CapacityError: The thread could not be started.
         """
         with self._changed:
             self._wake()
             self._asked = True
 
     def stop(self) -> None:
-        """End the thread, after the reading in progress."""
+        """Stop the thread and wait for its end, after the reading in progress."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -132,7 +127,7 @@ class Sampler:
             try:
                 self._publish(reading)
             except Exception:
-                # The edge of a thread: otherwise readings would stop for ever without a message.
+                # The edge of a thread: after an error readings would stop for ever without a message.
                 logger.exception("a reading of the devices could not be passed on")
 
     def _wait_until_due(self) -> bool:
@@ -159,17 +154,17 @@ class Sampler:
             if self._reader.kind != "host":
                 host_available_bytes = self._read_host_available()
             snapshots = self._reader.read(self._roots())
-            # Other machines have smoothed their own.
+            # Readings of other machines have means already.
             if not self._reader.remote:
                 snapshots = tuple(map(self._utilisation.smooth, snapshots))
-            # The host's available memory is the free memory of that device.
+            # The host's available memory is this device's free memory.
             if self._reader.kind == "host":
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
             return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
         except DeviceError as error:
             problem = str(error)
         except Exception as error:
-            # The edge of a thread, as above: the error becomes the reason of waits.
+            # The edge of a thread: the error becomes the reason why tasks wait.
             logger.exception("the devices could not be read")
             problem = f"{type(error).__name__}: {error}"
         return Reading(at_s, (), host_available_bytes, error=problem or "no reason given")

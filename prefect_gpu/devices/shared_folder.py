@@ -1,8 +1,8 @@
-"""A folder that all processes of a machine share, and files in it that a process holds for as long as it lives.
+"""A folder that all processes of a machine share, with files that a process holds (locks) until its end.
 
-The kernel ends a hold at any end of its process, also in another container or of another user. A stopped process
-(`SIGSTOP`, a debugger, a frozen container) still holds its files. Therefore each process sends heartbeats: it updates the
-modification time of its files. Functions raise `OSError` if a file cannot be opened.
+The kernel releases a file at any end of its process, also in another container or of another user. A stopped process
+(`SIGSTOP`, a debugger, a frozen container) still holds its files. Therefore each process sends heartbeats: it updates
+the modification time of its files. Functions raise `OSError` if a file cannot be opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psutil
 
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: File systems on which several hosts see one file: SQLite's WAL mode does not work there. Without the prefix "fuse.".
+#: File systems that several hosts share, where SQLite's WAL mode does not work. Without the prefix "fuse.".
 # fmt: off
 NETWORK_FILE_SYSTEMS = frozenset({
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "9p", "lustre", "gpfs", "beegfs", "ceph", "ceph-fuse",
@@ -32,18 +32,18 @@ NETWORK_FILE_SYSTEMS = frozenset({
 #: Seconds without a heartbeat after which the process that holds a file counts as stopped.
 SILENT_S = 2.0
 
-#: Least looks that find the same time: after a pause of the whole machine every file has an old time at first.
+#: Least checks that find the same heartbeat: right after a pause of the whole machine every heartbeat is old.
 SILENT_LOOKS = 3
 
 #: Seconds between two heartbeats of a process.
 BEAT_S = 0.25
 
-#: Seconds that `SharedFolder.locked` waits for another process, which takes under a millisecond unless it is stopped.
+#: Seconds that `SharedFolder.locked` waits. Unless stopped, other processes keep the lock under a millisecond.
 LOCKED_S = 5.0
 
 
 def default_folder() -> Path:
-    """Return the folder of this user: on a local disk, and the same in every login session."""
+    """Return the default folder of this user: on a local disk, and the same in every login session."""
     return Path("/var/tmp") / f"prefect-gpu-{os.getuid()}"
 
 
@@ -56,10 +56,9 @@ def read_namespace() -> str:
 
 
 class Hold:
-    """A file that only this process holds. A fork of the process does not hold it."""
+    """A lock on a file, which this process alone holds. A fork of the process does not hold it."""
 
     def __init__(self, descriptor: int) -> None:
-        #: Descriptor of the file.
         self.descriptor = descriptor
         self._close = weakref.finalize(self, os.close, descriptor)
         self._time_ns = 0
@@ -72,7 +71,7 @@ class Hold:
         return self._close.alive
 
     def release(self) -> None:
-        """Release the file."""
+        """Release the lock and close the file."""
         self._close()
 
     def beat(self) -> None:
@@ -81,7 +80,7 @@ class Hold:
             return
         # Set explicitly: the kernel's own time stamps advance in steps of some milliseconds.
         self._time_ns = max(self._time_ns + 1, time.time_ns())
-        # After a failure other processes take this one for stopped, which delays nothing here.
+        # If it fails, other processes count this one as stopped, which delays nothing here.
         with contextlib.suppress(OSError):
             try:
                 os.utime(self.descriptor, ns=(self._time_ns, self._time_ns))
@@ -91,10 +90,10 @@ class Hold:
 
 
 class SharedFolder:
-    """A folder on a local disk. Safe to use from several threads.
+    """A folder on a local disk with files that processes hold. Safe to use from several threads.
 
-    Without a path it is `default_folder()`, which is made for this user alone. A named folder must exist, and its
-    permissions say who may write to it. `now` returns monotonic seconds.
+    Without a `path` it is `default_folder()`, which is made for this user alone. A named folder must exist; its
+    permissions say who may write there. `now` returns monotonic seconds.
     """
 
     def __init__(self, path: Path | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -112,14 +111,14 @@ class SharedFolder:
         self._lock = threading.Lock()
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
         self._beat_s = -BEAT_S
-        #: By the name of a file: its modification time in nanoseconds, the monotonic seconds of the first look that found
-        #: this time, and the number of these looks.
+        #: By file name: modification time in ns, monotonic seconds of the first check that found it, number of these
+        #: checks.
         self._seen: dict[str, tuple[int, float, int]] = {}
 
     def make_file(self, name: str) -> None:
-        """Make a plain file of the folder unless it exists, without opening it.
+        """Create a file in the folder unless it exists. An existing file is not opened; `OSError`: it is no plain file.
 
-        A process that closes one of several descriptors of a file loses the locks that SQLite has on it.
+        A process that closes one of several descriptors of a file loses the locks that SQLite has on the file.
         """
         with contextlib.suppress(FileExistsError):
             self._make(name)
@@ -136,7 +135,7 @@ class SharedFolder:
             os.close(descriptor)
 
     def open_file(self, name: str) -> int:
-        """Open a file of the folder, which is no link, make it first if needed, and return its descriptor."""
+        """Open a file of the folder, created if needed, and return its descriptor; `OSError`: it is a link."""
         while True:
             try:
                 return os.open(self.path / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -146,7 +145,7 @@ class SharedFolder:
                     self._make(name)
 
     def hold(self, name: str) -> Hold | None:
-        """Hold a file of the folder; `None`: another process, or another part of this one, holds it."""
+        """Lock a file of the folder and return the lock; `None`: another process, or this one, has locked it."""
         for _ in range(10):
             descriptor = self.open_file(name)
             if not _try_lock(descriptor):
@@ -158,12 +157,12 @@ class SharedFolder:
                 with self._lock:
                     self._holds.add(hold)
                 return hold
-            # The process that held it removed it after this one had opened it.
+            # The last holder removed the file after this process had opened it.
             os.close(descriptor)
         raise OSError(f"{self.path / name} is removed or replaced again and again")
 
     def _is_there(self, name: str, descriptor: int) -> bool:
-        """Return whether an open file still has its name."""
+        """Return whether an open file is still the one with its name."""
         try:
             found = os.lstat(self.path / name)
         except OSError:
@@ -171,13 +170,13 @@ class SharedFolder:
         return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
-        """Hold one of `most` files, as a semaphore of all processes of the machine; `None`: all files are held."""
+        """Lock one of `most` files, as a semaphore of all processes of the machine; `None`: all files are locked."""
         return next((held for at in range(most) if (held := self.hold(f"{name} {at}"))), None)
 
     def is_held(self, name: str) -> bool:
-        """Return whether a running process holds a file. A file that is not held is removed."""
+        """Return whether a process holds a file. A file that no process holds is removed."""
         if name != os.path.basename(name):
-            # Another user may have written the name to have a file outside the folder removed.
+            # Another user may have written the name to have an outside file removed.
             return False
         path = self.path / name
         try:
@@ -187,7 +186,7 @@ class SharedFolder:
         try:
             if not _try_lock(descriptor):
                 return True
-            # Only its owner may remove it from a folder with the sticky bit.
+            # From a folder with the sticky bit only its owner may remove a file.
             with contextlib.suppress(OSError):
                 path.unlink()
             return False
@@ -225,7 +224,7 @@ class SharedFolder:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Hold a lock that all processes of the machine share by its name; raise `OSError` after `LOCKED_S` seconds."""
+        """Hold a lock of all processes of the machine in a `with` block; `OSError`: not free for `LOCKED_S` seconds."""
         descriptor = self.open_file(name)
         pause = threading.Event()
         until_s = time.monotonic() + LOCKED_S
@@ -251,7 +250,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def shared_folder(path: Path | None) -> SharedFolder:
-    """Return the folder of a path, one for each folder in a process; see `SharedFolder`."""
+    """Return the one `SharedFolder` of this process for a path; `None`: the default folder."""
     return PROCESS_RESOURCES.get(("shared folder", folder_key(path)), lambda: SharedFolder(path))
 
 
@@ -261,7 +260,7 @@ def folder_key(path: Path | None) -> str:
 
 
 def _private_folder() -> Path:
-    """Make the default folder, or raise `OSError` if it is not this user's alone."""
+    """Make the default folder, or raise `OSError` if it does not belong to this user alone."""
     folder = default_folder()
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

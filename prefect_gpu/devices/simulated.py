@@ -1,7 +1,7 @@
-"""Simulated devices: numbers in this process, or shared by name, for tests and for trying out a schedule.
+"""Simulated devices, whose memory is only counted: for tests, and for trying out a schedule.
 
-In a child, `prefect_gpu.testing` requests memory. Each flow on devices with a name holds a file with the memory of its
-children; readers add up the files of all flows.
+Code in a child requests memory through `prefect_gpu.testing`. Flows share devices that have a name: each flow holds a
+file with the memory of its children, and readers add up the files of all flows.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
 class SimulatedOutOfMemoryError(RuntimeError):
     """A simulated device, or a cap on it, has less memory than was requested."""
 
-    #: Marks an out-of-memory without a framework, for the child.
+    #: Read by `frameworks.out_of_memory`: an out-of-memory without a framework.
     __prefect_gpu_out_of_memory__ = True
 
     #: UUID of the device; empty: not known. Set in the child.
     device_uuid = ""
 
     requested_bytes: int
-    #: Free memory, and all memory, of the device.
+    #: Free and total memory of the device.
     free_bytes: int
     total_bytes: int
     #: Cap of the process on the device; `None`: no cap.
@@ -75,7 +75,7 @@ class SimulatedOutOfMemoryError(RuntimeError):
         return self.cap_bytes is not None and wanted_bytes > self.cap_bytes
 
     def __repr__(self) -> str:
-        # The text, as errors of frameworks have it, not the numbers.
+        # The text, as in errors of frameworks, not the numbers.
         return f"{type(self).__name__}({str(self)!r})"
 
     def __str__(self) -> str:
@@ -94,19 +94,19 @@ class SimulatedDevices:
     """The number and sizes of simulated devices. Runners of a process share equal devices.
 
     Args:
-        devices: Number and size, as in `2x24GiB`, or `1x80GiB,2x24GiB` for different devices. With a name, as
-            in `2x24GiB@NAME`, all processes share them.
+        devices: Number and size, as in `2x24GiB`, or `1x80GiB,2x24GiB` for different devices. With a name, as in
+            `2x24GiB@NAME`, all processes share them.
         context: Memory of every process on its devices before its first allocation, as in `512MiB`.
 
     Raises:
         DeviceError: A text is no such size.
     """
 
-    #: All memory of each device, in bytes.
+    #: Total memory of each device, in bytes.
     sizes_bytes: tuple[int, ...]
-    #: Held by every process on each of its devices, in bytes.
+    #: Memory of every process on each of its devices before any allocation, in bytes.
     context_bytes: int
-    #: Name under which processes share the devices; empty: only this process and its tasks' processes use them.
+    #: Name under which processes share the devices; empty: for this process and its tasks' processes only.
     name: str
     #: The given text, for messages.
     text: str = field(compare=False)
@@ -129,7 +129,7 @@ class SimulatedDevices:
             )
 
     def on_node(self, node: str) -> SimulatedDevices:
-        """Return the devices of one node of a cluster: named after the node, and shared by all processes there."""
+        """Return these devices on one node of a cluster: named after the node, and shared by all processes there."""
         name = re.sub(r"[^\w.-]", "-", f"{self.name}-{node}".strip("-"))[:40]
         sizes, _, _ = self.text.partition("@")
         devices = SimulatedDevices(f"{sizes}@{name}")
@@ -166,25 +166,23 @@ def _parse_context(text: str) -> int:
         raise DeviceError(f"context of simulated devices: {error}; accepted: 512MiB") from error
 
 
-#: Bytes by UUID of a device and process id.
+#: Used bytes by device UUID and process id.
 Use = Mapping[str, Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class FlowUse:
-    """Memory of the children of another flow."""
+    """Memory of another flow's children on simulated devices."""
 
-    #: PID namespace of their process ids; see `shared_folder.read_namespace`.
+    #: PID namespace of the process ids; see `shared_folder.read_namespace`.
     namespace: str
     use: Use
 
 
 class SimulatedUse:
-    """The files of one name. Safe to use from several threads, within `alone`. All flows describe the same `devices`.
+    """The files through which flows share simulated devices of one name. For several threads, each within `alone`.
 
-    Raises:
-        DeviceError: Another flow describes the devices differently.
-        OSError: The folder cannot be used.
+    `DeviceError`: another flow describes the devices differently. `OSError`: the folder cannot be used.
     """
 
     def __init__(self, folder: SharedFolder, name: str, devices: Sequence[object]) -> None:
@@ -204,15 +202,15 @@ class SimulatedUse:
                     )
             self._hold = folder.hold(self._name)
             self.write({})
-        # No other flow would remove the file of the last one.
+        # At its end each flow removes its file: nobody else would remove the last flow's.
         weakref.finalize(self, _remove, folder.path / self._name, os.getpid())
 
     def alone(self) -> AbstractContextManager[None]:
-        """Wait until no other flow reads or writes."""
+        """Return a context manager that waits for, and excludes, reads and writes of other flows."""
         return self._folder.locked(self._lock)
 
     def write(self, use: Use) -> None:
-        """Write the memory of the children of this flow."""
+        """Write the memory of this flow's children."""
         if self._hold is None or not self._hold.held:
             # A fork of the flow has no children here.
             return
@@ -224,7 +222,7 @@ class SimulatedUse:
             self._written = text
 
     def others(self) -> Iterator[tuple[list[object], FlowUse]]:
-        """Yield each other flow's devices, and its children's memory on them; raise `OSError` for an unreadable file."""
+        """Yield each other flow's devices and its children's memory on them; `OSError`: a file cannot be read."""
         for path in self._folder.path.glob(f"{self._prefix}*"):
             if path.name == self._name or not self._folder.is_held(path.name):
                 continue
@@ -241,11 +239,9 @@ class SimulatedUse:
 
 
 class SimulatedReader(DeviceReader):
-    """Reads simulated devices. Any thread may use it. Processes share the devices through `folder`, if given.
+    """Reads simulated devices, for any thread. With `folder`, processes share the devices.
 
-    Raises:
-        DeviceError: Another process describes devices of that name differently.
-        OSError: The folder cannot be used.
+    `DeviceError`: another process describes devices of that name differently. `OSError`: the folder cannot be used.
     """
 
     kind: DeviceKind = "simulated"
@@ -257,7 +253,6 @@ class SimulatedReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         host, machine = socket.gethostname(), read_machine()
         prefix = f"SIM-{spec.name}-" if spec.name else "SIM-"
-        #: Devices by UUID.
         self.by_uuid: dict[str, Device] = {}
         for i, size in enumerate(spec.sizes_bytes):
             uuid, name = f"{prefix}{i}", f"simulated {format_bytes(size)}"
@@ -265,23 +260,23 @@ class SimulatedReader(DeviceReader):
         self._devices = tuple(self.by_uuid.values())
         #: Guards all below.
         self._lock = threading.Lock()
-        #: Accounts of this flow's processes on the devices, by process id. Used within `account`.
+        #: Memory of this flow's processes on the devices, by process id. Used within `account`.
         self.attached: dict[int, SimulatedMemory] = {}
         self._shared: SimulatedUse | None = None
         #: Called with the folder when devices without a name are first shared with processes of tasks.
         self.on_shared: Callable[[Path], object] = lambda folder: None
         #: Folders through which processes of tasks share devices without a name.
         self._folders: dict[SimulatedDevices, Path] = {}
-        #: Held while a folder is made. `on_shared` takes locks of a broker, whose threads take `_lock`.
+        #: Held while a folder is made, not `_lock`: `on_shared` takes a broker's locks, whose threads take `_lock`.
         self._sharing = threading.Lock()
         if folder is not None:
             self._share(folder)
-        #: Memory of processes of other flows.
+        #: Memory of other flows' processes.
         self._elsewhere: Sequence[FlowUse] = ()
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Read or change the memory of processes, exclusively. If the shared folder fails, the flow continues alone."""
+        """Lock all processes' memory for reading and changes. If the shared folder fails, the flow continues alone."""
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
                 try:
@@ -298,7 +293,7 @@ class SimulatedReader(DeviceReader):
                 self._share_nothing(error)
 
     def _own(self, device_uuid: str) -> Iterator[tuple[int, int]]:
-        """Yield each process of this flow on a device, with its bytes."""
+        """Yield the process id and bytes of each process of this flow on a device."""
         for pid, memory in self.attached.items():
             if held_bytes := memory.held_bytes(device_uuid):
                 yield pid, held_bytes
@@ -310,7 +305,7 @@ class SimulatedReader(DeviceReader):
             self._folders[self.spec] = folder.path
 
     def folder_for(self, spec: SimulatedDevices) -> Path:
-        """Return the folder through which processes of tasks share devices without a name, from the first call on."""
+        """Return the folder through which tasks' processes share devices without a name; the first call makes it."""
         with self._sharing:
             folder = self._folders.get(spec)
             if folder is not None:
@@ -320,7 +315,7 @@ class SimulatedReader(DeviceReader):
             if spec == self.spec:
                 with self._lock:
                     self._share(SharedFolder(folder))
-                # The memory of its processes is written before another process reads.
+                # Write the memory of this flow's processes before another process reads.
                 with self.account():
                     pass
                 self.on_shared(folder)
@@ -332,7 +327,7 @@ class SimulatedReader(DeviceReader):
         logger.warning(text, self.spec.name, error)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Read every device once; see `DeviceReader.read`."""
+        """Return a snapshot of every device; see `DeviceReader.read`."""
         with self.account():
             at_s = self._clock.now()
             return tuple(
@@ -352,17 +347,17 @@ class SimulatedReader(DeviceReader):
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
     ) -> SimulatedMemory:
-        """Return the account of a new process; see `DeviceReader.process_memory`."""
+        """Return a record for a new process's memory; see `DeviceReader.process_memory`."""
         return SimulatedMemory(self, device_uuids, budget_bytes)
 
     def free_bytes(self, device_uuid: str) -> int:
-        """Return the free memory of a device. Called within `account`."""
+        """Return the free memory of a device. Call it within `account`."""
         held_bytes = sum(held_bytes for _, held_bytes in self._own(device_uuid))
         held_bytes += sum(sum(each.use.get(device_uuid, {}).values()) for each in self._elsewhere)
         return max(0, self.by_uuid[device_uuid].total_bytes - held_bytes)
 
     def _processes(self, device_uuid: str) -> Iterator[tuple[int, int]]:
-        """Yield each process of this PID namespace on a device, with its bytes."""
+        """Yield the process id and bytes of each process of this PID namespace on a device."""
         yield from self._own(device_uuid)
         for each in self._elsewhere:
             if each.namespace == read_namespace():
@@ -370,7 +365,7 @@ class SimulatedReader(DeviceReader):
 
 
 class SimulatedMemory(ProcessMemory):
-    """The account of one process on simulated devices. Its context counts while it is attached, and in its budgets."""
+    """Memory of one process on simulated devices. Its context counts while it is attached, and in its budgets."""
 
     def __init__(
         self,
@@ -382,12 +377,12 @@ class SimulatedMemory(ProcessMemory):
         self._reader = reader
         self._pid: int | None = None
         context = self.context_bytes = reader.spec.context_bytes
-        #: Caps in bytes, by UUID; empty: no cap.
+        #: Caps in bytes by device UUID; empty: no cap.
         self._caps: dict[str, int] = {}
         if budget_bytes is not None:
             self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
             self._caps = dict(zip(device_uuids, self.cap_bytes, strict=True))
-        #: Allocated bytes by UUID: now, and the peak.
+        #: Allocated bytes by device UUID: now, and the peak.
         self._live = dict.fromkeys(device_uuids, 0)
         self._peak = dict(self._live)
 
@@ -425,12 +420,12 @@ class SimulatedMemory(ProcessMemory):
         raise ProtocolError(f"a child asked for {method!r}, which is unknown")
 
     def held_bytes(self, device_uuid: str) -> int:
-        """Return the process's bytes on a device, context included."""
+        """Return the process's memory on a device in bytes, context included."""
         live_bytes = self._live.get(device_uuid)
         return 0 if live_bytes is None else self._reader.spec.context_bytes + live_bytes
 
     def _allocate(self, device_uuid: str, size_bytes: int) -> None:
-        """Allocate memory, or raise the error that the child raises."""
+        """Allocate memory, or raise an error that is raised again in the child."""
         if device_uuid not in self._live:
             raise DeviceError(f"{device_uuid} is not a device of process {self._pid}")
         if size_bytes < 0:
@@ -455,7 +450,7 @@ class SimulatedMemory(ProcessMemory):
 
 
 def _remove(path: Path, pid: int) -> None:
-    """Remove a folder or a file at the end of the process that made it. A fork leaves it."""
+    """Remove a folder or file if this is the process `pid` that made it, and not a fork."""
     if os.getpid() == pid:
         shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):

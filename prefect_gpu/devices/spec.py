@@ -1,4 +1,4 @@
-"""The value of `devices=`, and the reader that it selects. Equal specifications share one reader."""
+"""The argument `devices=` as a `DeviceSpec`, and the device reader for it. Equal specifications share one reader."""
 
 from __future__ import annotations
 
@@ -29,21 +29,17 @@ SPECS_ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """The devices of a runner, as a value."""
+    """The parsed value of `devices=`."""
 
     kind: SpecKind
-    #: Indices among the visible devices or UUID prefixes, in this order; empty: all of `kind`.
+    #: Indices among the visible devices or UUID prefixes, in this order; empty: all devices of `kind`.
     chosen: tuple[str, ...] = ()
     #: Set for kind "simulated" alone.
     simulated: SimulatedDevices | None = None
 
 
 def parse_spec(value: object) -> DeviceSpec:
-    """Return the specification of a value: one of `SPECS_ACCEPTED`, a `SimulatedDevices` or a `DeviceSpec`.
-
-    Raises:
-        DeviceError: The value is none of these.
-    """
+    """Return the specification of a value: one of `SPECS_ACCEPTED` or a class of this folder; else `DeviceError`."""
     if isinstance(value, DeviceSpec):
         return value
     if isinstance(value, SimulatedDevices):
@@ -94,13 +90,10 @@ def open_reader(
     clock: Clock | None = None,
     shared: Path | None = None,
 ) -> DeviceReader:
-    """Return the reader of a specification.
+    """Return the reader for the devices of a specification; `DeviceError`: no driver or devices, or sharing has failed.
 
     `CUDA_VISIBLE_DEVICES` in `environ` limits the NVIDIA devices. In the folder `shared` (`None`: the default one)
     processes share simulated devices with a name.
-
-    Raises:
-        DeviceError: The NVIDIA driver or devices are missing, or simulated devices cannot be shared.
     """
     if spec.simulated is not None:
         try:
@@ -118,7 +111,7 @@ def open_reader(
     except DeviceError as error:
         if spec.kind != "auto":
             raise
-        # A laptop has no driver. A driver that does not work deserves a warning.
+        # A machine may have no driver. A driver that does not work deserves a warning.
         level = logging.DEBUG if isinstance(error, NvmlMissingError) else logging.WARNING
         logger.log(level, "GPU tasks use this machine's memory, not a GPU: %s", error)
         return HostReader(clock=clock)

@@ -1,4 +1,4 @@
-"""The devices that the parent's `CUDA_VISIBLE_DEVICES` allows, by CUDA's own rules. Pure."""
+"""Parse `CUDA_VISIBLE_DEVICES` by CUDA's own rules, to find the devices that it allows the parent. Pure."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ class Candidate:
 def parse_visible(
     value: str | None, candidates: Sequence[Candidate]
 ) -> tuple[tuple[Candidate, ...], str]:
-    """Return the devices that the text of `CUDA_VISIBLE_DEVICES` names, in its order, among those in PCI bus order.
+    """Return the devices that a value of `CUDA_VISIBLE_DEVICES` names, and why devices are missing; empty: none is.
 
-    CUDA ends the list at the first entry that names no device (users write `-1`, `none` or `NoDevFiles`), and
-    sees no device at all if a device is named twice. The index or UUID of a GPU in MIG mode makes all of its
-    instances visible: CUDA uses one of them per process, but each can be used.
-
-    Returns:
-        The devices; all if `value` is `None`. Then why some are missing; empty: none is missing.
+    `candidates` are in PCI bus order; `None` as value allows all. CUDA ends the list at the first entry that names no
+    device (users write `-1`, `none` or `NoDevFiles`), and sees no device if one is named twice. The index or UUID of a
+    GPU in MIG mode makes all of its instances visible: CUDA uses one per process, but each can be used.
     """
     if value is None:
         return tuple(candidates), ""
@@ -55,10 +52,7 @@ def parse_visible(
 
 
 def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the devices of one entry: an index, a UUID, or a unique prefix of the UUID of a GPU or instance.
-
-    Several devices only for a GPU in MIG mode.
-    """
+    """Return the devices of an entry: index, UUID or unique UUID prefix. Several devices only for a GPU in MIG mode."""
     if _INDEX.fullmatch(entry):
         return tuple(c for c in candidates if c.device.nvml_index == int(entry))
     if legacy := _LEGACY_MIG.fullmatch(entry):

@@ -1,8 +1,8 @@
 """The base class of framework adapters, the policy that they apply, and a child's environment variables.
 
-An adapter applies a policy to one framework of a child process. `registry` lists the adapters. Budgets and devices
-are chosen elsewhere. This module does not read its own process's environment. `tests/gpu/test_late_policy.py` shows
-on real devices which variables may change late.
+An adapter applies the policy of a GPU task to one framework in the task's child process. `registry` lists adapters.
+This module does not read its own process's environment. `tests/gpu/test_late_policy.py` shows on real devices which
+variables may change after a framework's import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from prefect_gpu.errors import FrameworkError
 from prefect_gpu.scheduling.model import DeviceKind
 
-#: Numbers of threads that OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow read when they load.
+#: Thread numbers of OpenMP, MKL, OpenBLAS, NumExpr, Accelerate and TensorFlow, which read them when they load.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -31,26 +31,23 @@ THREAD_VARIABLES = (
     "TF_NUM_INTEROP_THREADS",
 )
 
-#: Variables that say how many threads to start. Most are read as a library loads.
+#: All variables with a number of threads (`NPROC`: XLA's). Most are read when a library loads.
 CPU_VARIABLES = frozenset({*THREAD_VARIABLES, "NPROC"})
 
-#: Variables for frameworks that no tag names. By default TensorFlow takes all of a device, JAX three quarters.
+#: For frameworks that no tag names. By default TensorFlow takes all memory of a device, JAX three quarters.
 MODEST_DEFAULTS = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
-#: Variables with options of PyTorch's allocator; 2.9 renamed the first.
+#: Variables with options of PyTorch's allocator. PyTorch 2.9 renamed the first to the second.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: In a child: the allocator option that caps the processes of its body. GPU tasks among them have their own budget.
+#: Variable of a child: the allocator option that caps its body's processes, except GPU tasks (with own budgets).
 SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
 
 
 def child_environment(
     policy: FrameworkPolicy, adapters: Iterable[FrameworkAdapter], inherited: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Return the variables of a child that differ from its inherited environment; `None`: remove the variable.
-
-    The variables of the devices are always included. `adapters` is the result of `registry.adapters_for(policy)`.
-    """
+    """Return the variables to change in a child's inherited environment, devices always; `None`: remove one."""
     wanted: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(policy.cpus))
     if policy.device_kind == "nvml":
         if policy.frameworks != ("none",):
@@ -71,13 +68,13 @@ def child_environment(
     return {
         **changed,
         "CUDA_VISIBLE_DEVICES": devices,
-        # For code that uses indices: NVML's order.
+        # Indices of devices then follow NVML's order.
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
 
 
 def options_without(option: str, text: str) -> list[str]:
-    """Return the options in a variable of PyTorch's allocator, without one of them."""
+    """Return the options in `text`, the comma-separated value of an allocator variable of PyTorch, except `option`."""
     return [part for part in text.split(",") if part not in ("", option)]
 
 
@@ -88,17 +85,11 @@ def late_changes(
     *,
     cpus_stated: bool,
 ) -> dict[str, str | None] | None:
-    """Return the variables to set or remove (`None`) in a process that has imported its modules.
+    """Return the variables to change in a process that has imported its modules; `None`: a change comes too late.
 
-    Args:
-        before: The environment in which it imported its modules.
-        after: The environment that the task needs.
-        adapters: All adapters: a variable belongs to one of them.
-        cpus_stated: Whether a tag states the number of threads. A computed number may be set late: frameworks that
-            have a call for it follow it.
-
-    Returns:
-        `None`: the change comes too late.
+    `before` is the environment at the imports, `after` the one that the task needs; a value of `None` removes a
+    variable. A number of threads that no tag states (`cpus_stated`) may change late: frameworks with a call for it
+    follow it.
     """
     changes: dict[str, str | None] = {}
     for name in sorted({*before, *after}):
@@ -113,11 +104,11 @@ def late_changes(
 
 
 def _applies_late(name: str, old: str | None) -> bool:
-    """Return whether a variable that belongs to no framework may change late."""
+    """Return whether a variable that belongs to no framework may change after the imports."""
     if name == "CUDA_VISIBLE_DEVICES":
-        # The driver reads it when it is initialised. A module that found no device may have chosen the CPU.
+        # The driver reads the variable at its start. A module that found no device at import may have chosen the CPU.
         return old is None or old.strip() not in ("", "-1", "NoDevFiles")
-    # Prefect's settings are sent with the run, and win over the environment.
+    # Prefect's settings are sent with the run, and take precedence over the environment.
     return name == "CUDA_DEVICE_ORDER" or name.startswith("PREFECT_")
 
 
@@ -126,23 +117,23 @@ AllocationMode = Literal["limit", "growth", "all"]
 
 @dataclass(frozen=True, slots=True)
 class FrameworkPolicy:
-    """The policy of the frameworks of one child process. It is sent to the child."""
+    """Devices, budgets and allocator settings for all frameworks of one child process. Sent to the child."""
 
-    #: Kind of the devices. Caps hold on "nvml"; on "host" a framework runs on the CPU without a cap.
+    #: Caps hold on "nvml"; on "host" a framework runs on the CPU without a cap.
     device_kind: DeviceKind
-    #: Devices of the task, in its order.
+    #: UUIDs of the task's devices, in the order in which the task sees them.
     device_uuids: tuple[str, ...]
-    #: All memory of each device, in bytes.
+    #: Total memory of each device, in bytes.
     total_bytes: tuple[int, ...]
-    #: Budget on each device in bytes, the context included.
+    #: Memory that the task may take of each device, in bytes, CUDA context included.
     budget_bytes: tuple[int, ...]
-    #: Bytes of context to leave out of the cap, by framework name; missing: 0.
+    #: CUDA context in bytes by framework name, which a cap leaves out; missing: 0.
     context_bytes: Mapping[str, int] = field(default_factory=dict)
-    #: "limit": cap at budget − context. "growth": no cap. "all": take the budget at start.
+    #: "limit": cap at budget − context. "growth": no cap. "all": the same cap, taken whole at the start.
     allocation: AllocationMode = "growth"
-    #: Under a cap, frameworks that can grow take memory on demand: for first runs, whose cap is not their need.
+    #: Whether capped frameworks take memory on demand, if they can: for first runs, whose memory need is unknown.
     on_demand: bool = False
-    #: PyTorch allocator options, `{"max_split_size_mb": "128"}`.
+    #: Options of PyTorch's allocator, `{"max_split_size_mb": "128"}`.
     allocator_options: Mapping[str, str] = field(default_factory=dict)
     #: `False`: PyTorch's caching allocator is switched off.
     caching: bool = True
@@ -150,7 +141,7 @@ class FrameworkPolicy:
     cpus: int = 1
     #: Whether a tag states `cpus`; otherwise it was computed from the machine.
     cpus_stated: bool = False
-    #: Names of the frameworks that tags name; empty: none.
+    #: Names of the frameworks that tags name; empty: no tag names one.
     frameworks: tuple[str, ...] = ()
     #: Names of the frameworks that detection found, if tags name none.
     detected: tuple[str, ...] = ()
@@ -162,15 +153,15 @@ class FrameworkPolicy:
     def share(self, framework: str) -> float:
         """Return the fraction of each budget that a framework may use.
 
-        The fractions of the frameworks that tags name, or else of the detected ones, add up to at most 1. Another
-        framework gets the rest. Without a rest it gets the whole budget: detection can be wrong, and without memory
-        the framework fails. The frameworks may then exceed the budget, which the driver's readings show.
+        The fractions of the expected frameworks (named by tags, else detected) add up to at most 1. Any other
+        framework gets the rest or, without a rest, the whole budget: detection can be wrong, and a framework without
+        memory fails. All frameworks together may then exceed the budget, which the driver's readings show.
         """
         if framework in self.shares:
             return self.shares[framework]
         expected = self.frameworks or self.detected
         open_ended = [name for name in expected if name not in self.shares]
-        # Rounded: 0.6, 0.3 and 0.1 leave 1e-16.
+        # Rounded: 1 − (0.6 + 0.3 + 0.1) is 1e-16.
         rest = max(0.0, round(1.0 - sum(self.shares.values()), 6))
         if framework in open_ended:
             return rest / len(open_ended)
@@ -185,18 +176,18 @@ class FrameworkPolicy:
         return tuple(max(1, int(budget * share) - context) for budget in self.budget_bytes)
 
     def cap_fraction(self, framework: str) -> float | None:
-        """Return a framework's smallest cap as a fraction of its device's memory; `None`: no cap."""
+        """Return a framework's cap as a fraction of device memory, the smallest of all devices; `None`: no cap."""
         caps = self.cap_bytes(framework)
         return None if caps is None else min(map(operator.truediv, caps, self.total_bytes))
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Counters of a framework's allocator, summed over the child's devices, in bytes."""
+    """Memory in bytes as counted by a framework's allocator, summed over the child's devices."""
 
     #: Allocated now.
     live_bytes: int
-    #: Held from the driver now; `None`: the allocator does not count it.
+    #: Held from the driver now, cache included; `None`: the allocator does not count it.
     reserved_bytes: int | None
     #: Largest `live_bytes` since the start.
     peak_live_bytes: int
@@ -204,20 +195,20 @@ class Counters:
     peak_reserved_bytes: int | None
     #: Allocations that succeeded only after the cache was emptied, as near the cap; `None`: not counted.
     alloc_retries: int | None = None
-    #: Bytes returned to the driver since the start; `None`: not counted. While unchanged, `reserved_bytes` has not
-    #: fallen.
+    #: Bytes returned to the driver since the start; while unchanged, `reserved_bytes` has not fallen. `None`: not
+    #: counted.
     freed_bytes: int | None = None
 
 
-#: Ends a trace and returns the peak of allocated bytes in it, `None`: unknown. Never raises.
+#: Function that ends a trace of allocations and returns its peak of allocated bytes (`None`: unknown). Never raises.
 EndTrace: TypeAlias = Callable[[], int | None]
 
 
 class CaptureWatch:
     """Counts the running captures of CUDA graphs of one framework, on all threads.
 
-    CUDA tells only whether a given stream is captured, and a framework does not name its streams. So counting functions
-    replace the methods that begin and end a capture.
+    CUDA tells only whether a given stream is being captured, and a framework does not list its streams. So counting
+    functions replace the methods that begin and end a capture.
     """
 
     def __init__(self) -> None:
@@ -225,11 +216,11 @@ class CaptureWatch:
         self._lock = threading.RLock()
         self._watched: set[type] = set()
         self._under_way = 0
-        #: Whether a capture has begun in this process, or cannot be watched.
+        #: Whether a capture has begun in this process, or captures cannot be counted.
         self.begun = False
 
     def watch(self, owner: type, begin: str, end: str) -> None:
-        """Watch a class, by the names of its methods. A class that cannot be changed counts as capturing for ever."""
+        """Count a class's captures by its methods `begin` and `end`. If they cannot be replaced, one never ends."""
         if owner in self._watched:
             return
         self._watched.add(owner)
@@ -241,7 +232,7 @@ class CaptureWatch:
 
     @contextlib.contextmanager
     def none_begins(self) -> Iterator[bool]:
-        """Let no capture begin in a `with` block; yield whether no capture is running."""
+        """Block captures that would begin during a `with` block; yield `True` if no capture is running."""
         with self._lock:
             yield self._under_way == 0
 
@@ -253,7 +244,7 @@ class CaptureWatch:
             try:
                 result = method(*args, **kwargs)
             except BaseException:
-                # A capture whose end failed counts as running.
+                # A capture still counts as running if its end has failed.
                 if begins:
                     self._count(-1)
                 raise
@@ -270,101 +261,90 @@ class CaptureWatch:
 
 
 class FrameworkAdapter:
-    """One framework, without state; methods marked *Child* run in the child process only.
+    """Base class of adapters, without state: applies a policy to one framework, and reads the framework's memory.
 
-    The defaults suit a framework that has no environment variables and no counters.
+    `environment`, `standby_environment` and `applies_late` are pure. The other methods act on the calling process, a
+    child. The defaults suit a framework without environment variables and counters.
     """
 
     #: Name of the framework in `gpu:framework=`.
     name: ClassVar[str]
-    #: Root of its import name: "torch", "tensorflow".
+    #: Root of the framework's import name: "torch", "tensorflow".
     module: ClassVar[str]
-    #: Variables of the framework's processes. A value in the flow's process takes precedence.
+    #: Default variables of the framework's children. A value in the flow's process takes precedence.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    #: Variables that the framework reads when it first uses a device.
+    #: Variables that the framework reads when it first uses a device, so that they may change after its import.
     late_variables: ClassVar[tuple[str, ...]] = ()
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return environment variables of a child; `None` removes an inherited one. Pure."""
+        """Return the variables of a child that apply a policy; `None`: remove an inherited variable. Pure."""
         return {}
 
     def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
-        """Child: cap the processes that the body starts, by variables of `environ` that they inherit.
-
-        The framework need not be imported: a body may only start `torchrun`.
-        """
+        """Cap processes that the body starts (`torchrun`) by variables in `environ`, even without an import here."""
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: apply cap, growth and threads, just after the framework was imported.
-
-        Raises:
-            FrameworkError: The framework finds other devices than the allotted ones, or refuses the policy.
-        """
+        """Apply a policy right after the framework's import. `FrameworkError`: wrong devices, or policy refused."""
         raise NotImplementedError
 
     def check_devices(self, policy: FrameworkPolicy, found: int, likely_reason: str) -> None:
-        """Raise `FrameworkError` unless the framework has found all allotted devices."""
+        """Raise `FrameworkError`, with `likely_reason`, unless the framework has found all allotted devices."""
         allotted = len(policy.device_uuids)
         if found != allotted:
             problem = f"{allotted} GPU(s) allotted, {found} found{likely_reason}"
             raise FrameworkError(self.name, problem)
 
     def standby_environment(self) -> dict[str, str]:
-        """Return variables for a process that imports the framework before its task is known. Pure.
+        """Return variables for a standby, a process that imports the framework before its task is known. Pure.
 
         Inherited values take precedence. The variables are removed when the task begins.
         """
         return {}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return whether a variable belongs to this framework and may change after the import. Pure.
-
-        `before` is its value at the import, `after` when the framework first uses a device; `None`: not set.
-        """
+        """Return whether a variable is this framework's and may change after its import; `None`: not set. Pure."""
         return name in self.late_variables
 
     def has_started(self) -> bool:
-        """Child: return whether the framework uses devices: a policy comes too late. Must not start anything."""
+        """Return whether the framework uses devices already, too late to apply a policy. Must not start anything."""
         return False
 
     def counters(self) -> Counters | None:
-        """Child: read the allocator's counters; `None` before the framework used a device.
+        """Return the allocator's counters; `None`: the framework has not used a device.
 
-        A thread calls this method every few milliseconds. It must neither initialise the device nor reset a counter
-        that user code may read.
+        A thread calls this method every few milliseconds: it must not initialise a device, nor reset a user's counter.
         """
         return None
 
     def begin_trace(self) -> EndTrace | None:
-        """Child: begin a trace over all devices, by the rules of `counters`; `None`: not possible now. Never raises."""
+        """Begin a trace of allocations on all devices, by the rules of `counters`; `None`: impossible. Never raises."""
         return None
 
     def memory_summary(self) -> str:
-        """Child: return the framework's own summary of its memory; empty: no summary."""
+        """Return the framework's own summary of its memory as text; empty: no summary."""
         return ""
 
     def write_snapshot(self, path: str) -> bool:
-        """Child: write the framework's own snapshot of its memory, or raise `OSError`; `False`: no memory used."""
+        """Write the framework's memory snapshot to a file, or raise `OSError`; `False`: no memory used, no file."""
         return False
 
     def release_cached(self) -> None:
-        """Child: return the allocator's cached memory to the driver, if the framework has used a device."""
+        """Return the allocator's cached memory to the driver, if the framework has used a device."""
 
     def release_unused(self) -> None:
-        """Child: as `release_cached`, but not during the capture of a CUDA graph. May raise any error.
+        """Return cached memory to the driver, unless a CUDA graph is being captured. May raise any error.
 
-        Called unnoticed by the body, on a thread of its own, inside `cuda_driver.unbound_by_captures`.
+        Called on a thread of its own while the body runs, inside `cuda_driver.unbound_by_captures`.
         """
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: return a pickle reduction that rebuilds a device value from host memory; else `NotImplemented`."""
+        """Return a pickle reduction that rebuilds a device value in host memory; `NotImplemented`: no such value."""
         return NotImplemented
 
     def calibrate(self) -> int:
-        """Child: use the device as real work would (products, convolutions, transforms).
+        """Do work on device 0 (products, convolutions, transforms); return the bytes that the allocator then holds.
 
-        Returns:
-            Bytes that the allocator then holds from the driver, on device 0. The process's other memory is the context.
+        All other memory of the process on the device is the framework's context.
         """
         raise NotImplementedError
 
@@ -381,11 +361,11 @@ def look_at(module: str, attribute: str) -> Any:
 
 
 def imported(name: str, *attributes: str) -> Any:
-    """Return an imported module; `None`: it lacks an attribute, as while another thread imports it."""
+    """Return a module of `sys.modules`; `None`: missing, or still without `attributes`, as during an import."""
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
 
 
 def host_value(value: Any) -> Any:
-    """Return the value. Pickled host copies name this function, and rebuild through it."""
+    """Return `value`. Pickle reductions of device values name this function to rebuild the copy in host memory."""
     return value

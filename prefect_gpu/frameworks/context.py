@@ -1,6 +1,6 @@
-"""The context of a framework: its memory of a device outside its own allocator.
+"""The context of a framework: device memory of CUDA and its libraries, outside the framework's own allocator.
 
-Contexts are measured once and stored on disk. `runner.context_size` measures them and chooses the figure for a budget.
+Measured contexts are stored on disk. `runner.context_size` measures them and chooses the figure for a budget.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from prefect_gpu.frameworks.registry import framework_version
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 
-#: Bytes used if a calibration failed: NVML's figure minus the allocator's, one process on an H200, driver 580, CUDA 13,
-#: 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
+#: Context in bytes if its measurement failed: NVML's figure minus the allocator's, one process on an H200, driver 580,
+#: CUDA 13, 2026-11-20. Other GPUs and drivers showed 290 to 670 MiB.
 FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     # torch 2.11 after `calibrate`, which loads cuBLASLt and cuFFT too; 676 with cuBLAS alone.
     "torch": 766 * MIB,
@@ -28,26 +28,26 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     "onnxruntime": 770 * MIB,
 }
 
-#: For any other framework.
+#: Context in bytes of any other framework, if its measurement failed.
 DEFAULT_CONTEXT_BYTES = 700 * MIB
 
-#: Bytes of NCCL on each device of a task with several, outside the framework's allocator: 820 MiB in JAX's sharding and
-#: TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
+#: Memory of NCCL, outside the framework's allocator, in bytes on each device of a task with several devices: 820 MiB
+#: in JAX's sharding and TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
 COLLECTIVES_BYTES = 900 * MIB
 
 
 def context_key(framework: str, device: Device) -> str:
-    """Return the key of a framework's context on a device, as one line."""
+    """Return the key of a context in a `ContextStore`: framework, version, device model and driver, as one line."""
     return json.dumps([framework, framework_version(framework), device.name, device.driver])
 
 
 def fallback_context_bytes(framework: str) -> int:
-    """Return the context to assume without a measurement, in bytes."""
+    """Return the context of a framework, in bytes, to assume without a measurement."""
     return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
 
 
 def with_collectives(context_bytes: int, budget_bytes: int) -> int:
-    """Return the context of a device with NCCL's buffers, which take at most half of the rest of its budget."""
+    """Return a context in bytes with NCCL's buffers added: at most half of the rest of the device's budget."""
     return context_bytes + max(0, min(COLLECTIVES_BYTES, (budget_bytes - context_bytes) // 2))
 
 
@@ -62,7 +62,7 @@ class ContextStore:
         self._own: dict[str, int] = {}
 
     def get(self, key: str) -> int | None:
-        """Return the context of a `context_key`, in bytes; `None`: not measured yet."""
+        """Return a measured context in bytes by its `context_key`; `None`: not measured yet."""
         return self._own[key] if key in self._own else self._read().get(key)
 
     def put(self, key: str, context_bytes: int) -> None:
@@ -71,7 +71,7 @@ class ContextStore:
         entries = {**self._read(), key: context_bytes}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Other processes read and write at any time: each writes a file of its own.
+            # Other processes may read and write now, so each writes a file of its own and renames it.
             written = self.path.with_suffix(f".{os.getpid()}-{id(entries)}")
             written.write_text(json.dumps(entries, indent=1, sort_keys=True), encoding="utf-8")
             written.replace(self.path)
@@ -86,7 +86,7 @@ class ContextStore:
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the file in `$XDG_CACHE_HOME`, or in `~/.cache`."""
+    """Return the file for measured contexts, in `$XDG_CACHE_HOME` or `~/.cache`."""
     base = environ.get("XDG_CACHE_HOME", "")
     # The specification says to ignore relative paths.
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"

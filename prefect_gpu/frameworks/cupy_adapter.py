@@ -1,4 +1,4 @@
-"""CuPy: its pool is capped through the environment; counters, arrays to NumPy."""
+"""The CuPy adapter: caps CuPy's memory pool by an environment variable, reads the pool, converts arrays to NumPy."""
 
 from __future__ import annotations
 
@@ -13,32 +13,27 @@ _captures = adapter.CaptureWatch()
 
 
 class CupyAdapter(adapter.FrameworkAdapter):
-    """CuPy's default memory pool. CuPy cannot use the CPU: without a GPU nothing is applied.
+    """Applies a policy to CuPy's default memory pool. CuPy cannot use the CPU: without a GPU nothing is applied.
 
-    `has_started` stays `False`: asking the pool would initialise it. The driver is asked instead.
+    `has_started` stays `False`: a question to the pool would initialise it. Callers ask the driver instead.
     """
 
     name = "cupy"
     module = "cupy"
-    # Read with the first allocation.
     late_variables = ("CUPY_GPU_MEMORY_LIMIT",)
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return the pool's limit in bytes: the smallest cap, since all devices have one limit."""
+        """Return the variable with the pool's limit in bytes: the smallest cap, since all devices have one limit."""
         caps = policy.cap_bytes(self.name)
         return {"CUPY_GPU_MEMORY_LIMIT": None if caps is None else str(min(caps))}
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: check the devices; with `allocation=all`, fill the pool.
-
-        Raises:
-            FrameworkError: CuPy sees other devices than the allotted ones, or cannot take its budget.
-        """
+        """Check the devices; for `allocation=all` fill the pool. `FrameworkError`: other devices, or no memory."""
         if policy.device_kind != "nvml":
             return
         cupy = import_module("cupy")
         self._check_devices(cupy, policy)
-        # A base of all streams has the methods.
+        # A base class of all streams has the methods.
         for owner in getattr(getattr(cupy.cuda, "Stream", None), "__mro__", ()):
             if "begin_capture" in vars(owner):
                 _captures.watch(owner, "begin_capture", "end_capture")
@@ -47,22 +42,22 @@ class CupyAdapter(adapter.FrameworkAdapter):
             _take_all(cupy, caps)
 
     def counters(self) -> Counters | None:
-        """Child: read the default pool on the calling thread's device: reading another would create a context there.
+        """Return the counters of the pool on the calling thread's device: to read another would create a context there.
 
-        CuPy keeps no peak: `peak_live_bytes` is the memory in use now, and the reader of samples keeps the largest.
+        CuPy counts no peak: `peak_live_bytes` is the memory in use now, and the caller keeps its largest sample.
         """
         cupy = adapter.imported("cupy", "get_default_memory_pool")
         return None if cupy is None else _read_counters(cupy)
 
     def release_cached(self) -> None:
-        """Child: empty the default pool on the calling thread's device, and the pinned memory's."""
+        """Empty the default pool on the calling thread's device, and the pool of pinned host memory."""
         if self.counters() is not None:
             _release(import_module("cupy"))
 
     def release_unused(self) -> None:
-        """Child: empty the default pool on the calling thread's device, unless a CUDA graph was ever captured.
+        """Empty the default pool on the calling thread's device, unless a CUDA graph was ever captured in this process.
 
-        The pool does not know which blocks a graph refers to: a block that was freed within a capture counts as unused.
+        The pool does not know the blocks to which a graph refers: a block freed within a capture counts as unused.
         """
         if self.counters() is None:
             return
@@ -71,14 +66,14 @@ class CupyAdapter(adapter.FrameworkAdapter):
                 import_module("cupy").get_default_memory_pool().free_all_blocks()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: reduce arrays to NumPy."""
+        """Return a pickle reduction of a CuPy array to NumPy; `NotImplemented`: another value."""
         cupy = adapter.imported("cupy", "ndarray")
         if cupy is None or not isinstance(value, cupy.ndarray):
             return NotImplemented
         return adapter.host_value, (value.get(),)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS and cuFFT, empty the pool, return the bytes that it still holds."""
+        """Load cuBLAS and cuFFT, empty the pool, and return the bytes that the pool still holds."""
         cupy = import_module("cupy")
         a = cupy.ones((512, 512), dtype=cupy.float32)
         float((a @ a).sum())
@@ -100,12 +95,11 @@ class CupyAdapter(adapter.FrameworkAdapter):
 
 
 def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
-    # The pool's limit is one for all devices (see `adapter`).
     size = min(caps)
     for index in range(len(caps)):
         with cupy.cuda.Device(index):
             try:
-                # Freed at once: it stays in the pool.
+                # Freed at once, the memory stays in the pool.
                 cupy.cuda.alloc(size // 512 * 512)
             except MemoryError as error:
                 problem = f"gpu:allocation=all could not take {size} bytes: {error}"
@@ -113,7 +107,7 @@ def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 
 def _release(cupy: Any) -> None:  # needs a GPU
-    # Plans of transforms keep their work areas in the pool.
+    # Cached plans of Fourier transforms hold memory of the pool.
     cupy.fft.config.get_plan_cache().clear()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()

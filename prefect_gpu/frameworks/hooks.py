@@ -1,7 +1,7 @@
-"""In the child: apply each adapter right after its framework's first import, and read all of them.
+"""Apply each adapter right after its framework's first import in a child process, and sum up all adapters' counters.
 
-A framework that is not imported costs nothing. `registry` chooses the adapters of a child. `child.late_prefect`
-acts on the first import of Prefect.
+A framework that is not imported costs nothing. `registry` chooses a child's adapters. `child.late_prefect` does the
+same for Prefect.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder that calls an action right after a module's first import, in the order of installation.
+    """An import finder that calls a function right after the first import of each of some modules.
 
-    It replaces `exec_module` of the loader that another finder returns, so that resources, sources and submodules are
-    found as usual. Python's lock on each module makes "first import" exact when several threads import at once: the
-    other threads wait until the action has ended.
+    The finder replaces `exec_module` of another finder's loader, so resources, sources and submodules are found as
+    usual. Several finders act in the order of installation. Other threads that import the module wait for the end of
+    the function: Python holds a lock for each module during its import.
     """
 
     def __init__(self, actions: Mapping[str, Callable[[], object]]) -> None:
@@ -34,12 +34,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self._failed: dict[str, Exception] = {}
 
     def install(self) -> None:
-        """Become the first finder of `sys.meta_path`; act now for imported modules. Raises the errors of actions."""
+        """Become the first finder of `sys.meta_path`; act now for imported modules. Raises the functions' errors."""
         sys.meta_path.insert(0, self)
         for name in list(self._pending):
             module = sys.modules.get(name)
             if _is_lazy(module):
-                # The module is imported when its first attribute is used.
+                # A lazy module is imported when an attribute of it is first used.
                 self._hook(object.__getattribute__(module, "__spec__"))
             elif name in sys.modules:
                 self._act(name)
@@ -47,9 +47,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the other finders' spec with its loader hooked; `None` for any other module."""
+        """Return another finder's spec with its loader hooked; `None`: the module has no function to call."""
         if fullname in self._failed:
-            # The module is imported in part: a second import would fail with a misleading error.
+            # A part of the module was imported: a second import would fail with a misleading error.
             raise self._failed[fullname]
         if fullname not in self._pending:
             return None
@@ -76,7 +76,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            # The modules of a zip share a loader.
+            # All modules of a zip file share a loader.
             if module.__name__ == spec.name and spec.name in self._pending:
                 vars(loader).pop("exec_module", None)
                 self._act(spec.name)
@@ -95,10 +95,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
 def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> AfterImport:
     """Apply each adapter now if its framework is imported, else right after its first import; return the finder.
 
-    Caps of processes that a body starts are applied at once. A caller may remove the finder from `sys.meta_path`.
-
-    Raises:
-        FrameworkError: An imported framework cannot carry out the policy.
+    Caps of processes that the body starts are applied at once. `FrameworkError`: an imported framework cannot carry
+    out the policy. A caller may remove the finder from `sys.meta_path`.
     """
     chosen = tuple(adapters)
     for adapter in chosen:
@@ -124,10 +122,10 @@ def frameworks_in_use() -> tuple[str, ...]:
 
 
 def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
-    """Sum the counters of the imported frameworks, safely while one is being imported; `None`: none used a device.
+    """Return the summed counters of all imported frameworks; `None`: no framework has used a device.
 
-    A field is `None` if no framework knows it. A framework that does not count reserved bytes adds its live bytes, the
-    least that it can hold.
+    A field is `None` if no framework counts it. A framework that does not count reserved bytes adds its live bytes,
+    the least that it can hold. Another thread may be importing a framework.
     """
     found = [c for adapter in _in_use(adapters) if (c := adapter.counters()) is not None]
     if not found:
@@ -143,13 +141,13 @@ def collect_counters(adapters: Iterable[FrameworkAdapter]) -> Counters | None:
 
 
 def sample(adapters: Iterable[FrameworkAdapter]) -> tuple[int, int] | None:
-    """Return the allocated bytes and the allocation retries so far, as `collect_counters`."""
+    """Return the allocated bytes and allocation retries of all frameworks so far; `None`: see `collect_counters`."""
     found = collect_counters(adapters)
     return None if found is None else (found.live_bytes, found.alloc_retries or 0)
 
 
 def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
-    """Begin to trace the first framework that can be traced; `None`: no framework can be traced now."""
+    """Begin a trace of allocations in the first imported framework that can; `None`: no framework can now."""
     traces = (adapter.begin_trace() for adapter in _in_use(adapters))
     return next((trace for trace in traces if trace is not None), None)
 

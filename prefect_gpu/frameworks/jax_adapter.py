@@ -1,8 +1,8 @@
-"""JAX: capped through its environment; counters, arrays to NumPy.
+"""The JAX adapter: caps JAX by environment variables, reads its allocator, converts arrays to NumPy.
 
-XLA reads a fraction of the device's total, and whether to take that fraction whole. Under a cap it takes the
-fraction whole. Growing regions are never merged: a program ran out of memory with 30 % more than it ever had in
-use (an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region with the first array, `all` at once.
+XLA reads the fraction of a device's memory that it may take, and whether to take the fraction as one region. Under a
+cap it takes one region: regions that grow are never merged, and a program ran out of memory under a cap 30 % above its
+peak use (an attention of 3 GiB on an H200, JAX 0.11). `limit` takes the region at the first array, `all` at once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy, imported
 
 logger = logging.getLogger(__name__)
 
-#: The variable with the fraction of each device that XLA takes at most.
+#: Variable with the largest fraction of each device's memory that XLA may take.
 FRACTION = "XLA_CLIENT_MEM_FRACTION"
 
 
 class JaxAdapter(adapter.FrameworkAdapter):
-    """JAX on CUDA devices; on the host its threads are bounded through the environment."""
+    """Applies a policy to JAX: memory on CUDA devices, and the number of threads. Both are set by the environment."""
 
     name = "jax"
     module = "jax"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return preallocation, fraction and threads. All devices have one fraction: the smallest.
+        """Return the variables of preallocation, memory fraction (one for all devices: the smallest) and threads.
 
         The fraction's old name is removed: with both, JAX 0.11 logs an error and silently uses the CPU (measured). XLA
-        sizes its thread pools by `NPROC`. On GPUs these threads compile, before any work is done, so they are bounded
-        only if a tag says so: two compilations of a small transformer took 6.8 s with 16 threads and 10.6 with 2, 31 s
-        of CPU time each (H200).
+        sizes its thread pools by `NPROC`. On GPUs these threads compile, before any work is done, so only a tag bounds
+        them: two compilations of a small transformer took 6.8 s with 16 threads and 10.6 s with 2, each 31 s of CPU
+        time (H200).
         """
         fraction = policy.cap_fraction(self.name)
         whole = fraction is not None and not policy.on_demand
@@ -51,7 +51,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
         return variables
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: hold the cap, and if a tag names JAX, start it and check that it sees the devices, not the CPU."""
+        """Enforce the cap's variables; if a tag names JAX, check that JAX finds the devices, not only the CPU."""
         if policy.cap_bytes(self.name) is not None:
             _hold_cap(os.environ, self.environment(policy))
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
@@ -76,11 +76,11 @@ class JaxAdapter(adapter.FrameworkAdapter):
         return name.startswith("XLA_PYTHON_CLIENT_") or name in (FRACTION, "NPROC")
 
     def has_started(self) -> bool:
-        """Child: return whether a backend has started."""
+        """Return whether a backend of JAX has started."""
         return _started_jax() is not None
 
     def counters(self) -> Counters | None:
-        """Child: read XLA's allocator on every GPU, once a backend has started."""
+        """Return the counters of XLA's allocator, summed over all GPUs; `None`: no backend or no GPU in use."""
         jax = _started_jax()
         if jax is None:
             return None
@@ -101,16 +101,16 @@ class JaxAdapter(adapter.FrameworkAdapter):
         )
 
     def release_cached(self) -> None:
-        """Child: drop compiled programs and their constants; the next call compiles again. Live arrays stay.
+        """Release compiled programs and their constants; the next call compiles again. Live arrays stay.
 
-        XLA's allocator keeps its regions until the process ends: only programs' memory outside it is released.
+        XLA's allocator keeps its regions until the process ends: only memory of programs outside of them is freed.
         """
         jax = _started_jax()
         if jax is not None:
             jax.clear_caches()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: reduce arrays to NumPy, on the CPU too, so that flows see one type."""
+        """Return a pickle reduction of an array to NumPy, on the CPU too: flows see one type. Else `NotImplemented`."""
         jax = imported("jax", "Array")
         is_array = jax is not None and isinstance(value, jax.Array)
         if not is_array or not getattr(value, "is_fully_addressable", False):
@@ -120,7 +120,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
         return adapter.host_value, (import_module("numpy").asarray(value),)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT; needs preallocation off."""
+        """Load cuBLAS, cuDNN and cuFFT, and return the bytes that the allocator then holds; needs preallocation off."""
         jax = import_module("jax")
         jnp = import_module("jax.numpy")
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -134,7 +134,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
 
 
 def _hold_cap(environ: MutableMapping[str, str], capped: Mapping[str, str | None]) -> None:
-    """Undo variables of the body that would exceed the cap, set before its import of JAX; a smaller fraction stays."""
+    """Reset variables that the body set before its import of JAX and that exceed the cap; a smaller fraction stays."""
     undone = []
     for name, value in capped.items():
         asked = environ.get(name)
@@ -161,8 +161,8 @@ def _is_smaller(asked: str | None, cap: str | None) -> bool:
 
 
 def _started_jax() -> Any:
-    """Return `jax` once it has a backend, else `None`."""
-    # Asking jax for its devices would start a backend; there is no public way to look.
+    """Return the module `jax` once a backend has started, else `None`."""
+    # Listing JAX's devices would start a backend; there is no public way to look.
     bridge = imported("jax._src.xla_bridge", "_backends")
     return imported("jax", "local_devices") if bridge is not None and bridge._backends else None
 

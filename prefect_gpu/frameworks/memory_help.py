@@ -1,10 +1,10 @@
-"""Functions for a body that is short of device memory: release caches, find a batch size, write a snapshot.
+"""Functions for a task's body that is short of device memory: release caches, find a batch size, write a snapshot.
 
     size = find_batch_size(train_one_step, start=256)
     freed_bytes = release_cached()
     memory_snapshot("after-setup.pickle")
 
-All act on the calling process, and work outside a GPU task too.
+All functions act on the calling process, and work outside a GPU task, too.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from prefect_gpu.frameworks.registry import ADAPTERS
 
 
 def release_cached() -> int:
-    """Return the cached memory of frameworks to the driver.
+    """Release the cached memory of all imported frameworks to the driver.
 
     Garbage is collected, caches are emptied, and garbage is collected again. Reachable tensors stay. PyTorch and CuPy
     free their caches. JAX frees little, and compiles its programs again. TensorFlow and ONNX Runtime free nothing.
 
     Returns:
-        Bytes by which the driver's figure for this process fell, over the task's devices; 0 outside a GPU task, and if
-        the driver does not report it.
+        Bytes that became free on the task's devices, by the driver's figure for this process; 0 outside a GPU task, or
+        if the driver reports no figure.
     """
     before = _read_own()
     gc.collect()
@@ -42,14 +42,11 @@ def release_cached() -> int:
 
 
 def memory_snapshot(path: str | os.PathLike[str]) -> bool:
-    """Write PyTorch's memory snapshot to a file, to be opened at https://pytorch.org/memory_viz.
+    """Write PyTorch's memory snapshot to a new or existing file, to be opened at https://pytorch.org/memory_viz.
 
     The file has each segment and block of PyTorch's allocator on all devices of the process. If PyTorch records its
     allocations, the file also has their history with stacks: call `torch.cuda.memory._record_memory_history()` first,
     or use `GPUTaskRunner(memory_snapshots=...)`, which also writes a snapshot when a body fails with an out-of-memory.
-
-    Args:
-        path: The file. An existing file is replaced.
 
     Returns:
         `False`: PyTorch has not used CUDA in this process, and nothing was written.
@@ -61,19 +58,16 @@ def memory_snapshot(path: str | os.PathLike[str]) -> bool:
 
 
 def find_batch_size(fn: Callable[[int], object], start: int, *, least: int = 1) -> int:
-    """Find a batch size that fits, by trying `start`, its half, and so on.
+    """Return the first batch size that fits on the device: `start`, half of it, and so on.
 
     The second process of a task run starts with half of `start`, the third with a quarter: sizes that did not fit are
-    not tried again. Caches are emptied between two tries.
+    not tried again. Caches are emptied between two tries. A size fits if `fn` does not run out of device memory.
 
     Args:
-        fn: Called with a batch size; its return value is ignored. It does the same work as the task: a whole training
-            step, not the forward pass alone.
+        fn: Called with a batch size; its result is ignored. It does the task's work: a whole training step, not the
+            forward pass alone.
         start: The largest size to try.
         least: The smallest size, which is tried last.
-
-    Returns:
-        The first size for which `fn` did not run out of device memory.
 
     Raises:
         ValueError: `start` or `least` is no whole number, or not 1 <= least <= start.

@@ -1,9 +1,9 @@
-"""ONNX Runtime: capped by options that the task passes to its sessions.
+"""The ONNX Runtime adapter: memory is capped by options that the task passes to its sessions.
 
 Each session has an arena of its own, limited by an option of its CUDA provider. There is no environment variable and
 no call for the whole process, so a task passes the result of `onnxruntime_provider_options` to each session. Each of
-these sessions has the whole limit, other sessions have none. `OMP_NUM_THREADS` at most bounds the threads. Arenas
-cannot be read from Python: there are no counters, and reports have the driver's figures.
+these sessions has the whole limit, other sessions have none. Threads are bounded by `OMP_NUM_THREADS`, if at all.
+Arenas cannot be read from Python: there are no counters, and reports have the driver's figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefect_gpu.errors import FrameworkError
 from prefect_gpu.frameworks.adapter import FrameworkAdapter, FrameworkPolicy
 from prefect_gpu.units import MIB
 
-#: Most bytes of a calibration's arena: many times its model's need, so that cuDNN can try every way to convolve.
+#: Limit of a calibration's arena, many times its model's need: cuDNN can try every convolution algorithm.
 CALIBRATION_ARENA_BYTES = 128 * MIB
 
 #: The model of a calibration, a file of this package. It uses cuBLAS, cuDNN and cuFFT, in both precisions if they have
@@ -42,18 +42,18 @@ CALIBRATION_ARENA_BYTES = 128 * MIB
 #:     }
 CALIBRATION_MODEL = "calibration.onnx"
 
-#: The policy given to `apply`. ONNX Runtime cannot store it; only later sessions use it.
+#: Policy for later sessions, stored by `apply`: ONNX Runtime has no setting for it.
 _applied: FrameworkPolicy | None = None
 
-#: Sessions of a calibration. Without them the libraries' memory would be freed before it is read.
+#: Sessions of calibrations. Without them the libraries' memory would be freed before the driver is asked.
 _kept: list[Any] = []
 
 
 class OnnxRuntimeAdapter(FrameworkAdapter):
-    """ONNX Runtime's CUDA provider, which has no environment variables and no counters.
+    """Stores the policy for ONNX Runtime's CUDA provider, which has no environment variables and no counters.
 
-    `has_started` stays `False`: sessions cannot be listed. The driver is asked instead. `release_cached` does nothing:
-    an arena is freed with its session, and a single run can shrink it (`RunOptions` with
+    `has_started` stays `False`, since sessions cannot be listed: the driver is asked. `release_cached` does nothing:
+    an arena is freed with its session, and a run can shrink it (`RunOptions` with
     `memory.enable_memory_arena_shrinkage`). `reduce_to_host` leaves every value: sessions return NumPy arrays.
     """
 
@@ -61,7 +61,7 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
     module = "onnxruntime"
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: store the policy for the options; if a tag names ONNX Runtime, check for a CUDA provider."""
+        """Store the policy for later sessions; if a tag names ONNX Runtime, check that it has a CUDA provider."""
         global _applied
         _applied = policy
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:
@@ -75,11 +75,9 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
             )
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT with a small model.
+        """Load cuBLAS, cuDNN and cuFFT with a small model; return the bytes of the model's inputs and outputs.
 
-        Returns:
-            Bytes of the model's inputs and outputs. The arena's other memory (workspaces, 128 MiB at most) is unknown
-            and counts as context.
+        The arena's other memory (workspaces, 128 MiB at most) is unknown and counts as context.
         """
         onnxruntime = import_module("onnxruntime")
         options = provider_options(0, CALIBRATION_ARENA_BYTES)
@@ -96,12 +94,12 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
         providers = [("CUDAExecutionProvider", options)]
         session = onnxruntime.InferenceSession(path, providers=providers)
 
-    The limit holds for each session: for two at a time, halve `gpu_mem_limit`. Arenas grow by the requested size, not
+    Each session has the whole limit: for two at a time, halve `gpu_mem_limit`. Arenas grow by the requested size, not
     by powers of two as by default. ONNX Runtime cannot take an arena at its start, so `gpu:allocation=all` is a limit
     here. There is no limit with `growth`, on devices that are not GPUs, and outside a GPU task.
 
     Args:
-        device: Which of the task's devices, from 0.
+        device: Index among the task's devices, from 0.
 
     Raises:
         ValueError: The task has no such device.
@@ -114,14 +112,14 @@ def onnxruntime_provider_options(device: int = 0) -> dict[str, str]:
     # The first import applies the policy.
     import_module("onnxruntime")
     if _applied is None:
-        # Tags name other frameworks only.
+        # Tags name other frameworks only: no policy was applied.
         return provider_options(device, allocation.cap_bytes)
     caps = _applied.cap_bytes(OnnxRuntimeAdapter.name)
     return provider_options(device, None if caps is None else caps[device])
 
 
 def provider_options(device: int, limit_bytes: int | None) -> dict[str, str]:
-    """Return the options: which device, and how large an arena may become (`None`: any size). Pure."""
+    """Return CUDA provider options for a device index and an arena's limit in bytes (`None`: no limit). Pure."""
     options = {"device_id": str(device), "arena_extend_strategy": "kSameAsRequested"}
     if limit_bytes is not None:
         options["gpu_mem_limit"] = str(limit_bytes)
@@ -129,7 +127,7 @@ def provider_options(device: int, limit_bytes: int | None) -> dict[str, str]:
 
 
 def calibration_model() -> bytes:
-    """Read the model of a calibration."""
+    """Return the calibration's model as a serialised ONNX file."""
     # Imported late: it takes 8 ms.
     import importlib.resources
 
@@ -137,7 +135,7 @@ def calibration_model() -> bytes:
 
 
 def calibration_session(onnxruntime: Any, provider: dict[str, str]) -> tuple[Any, dict[str, Any]]:
-    """Child: open a session of the calibration's model on a GPU; return it with an input of ones for each name."""
+    """Return a session of the calibration's model on a GPU, and its inputs by name, filled with ones."""
     if hasattr(onnxruntime, "preload_dlls"):
         # CUDA's libraries may be in Python packages, where the system does not look.
         onnxruntime.preload_dlls()

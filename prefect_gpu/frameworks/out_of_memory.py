@@ -1,4 +1,4 @@
-"""Recognise an out-of-memory error of a device, its framework, and the size that was requested.
+"""Recognise an out-of-memory error of a device, its framework, and the size of the failed allocation.
 
 Only classes and texts are read, so errors from another process are recognised, and no framework is imported. Host
 memory (`MemoryError`, `std::bad_alloc`) is not covered: more memory on a device does not help.
@@ -14,7 +14,7 @@ from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
-#: The framework of an error class, by the root of its module. Only texts of that framework are compared.
+#: Framework by the root module of an error class. Such an error is compared with texts of this framework only.
 _OWNERS: Final[Mapping[str, str]] = {
     "torch": "torch",
     "tensorflow": "tensorflow",
@@ -25,14 +25,14 @@ _OWNERS: Final[Mapping[str, str]] = {
     "onnxruntime": "onnxruntime",
 }
 
-#: Texts by framework and error class, in lower case. One must occur; the empty text occurs in every text.
+#: Lower-case texts by framework and error class. One must occur in the error; the empty text occurs in every error.
 _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch": {"OutOfMemoryError": ("",)},
     "tensorflow": {
         "ResourceExhaustedError": ("",),
         "OpError": ("out of memory", "out_of_memory", "alloc_failed", "resource_exhausted"),
     },
-    # The class covers every failure, so the status counts.
+    # JAX has one class for every failure, so the status in the text counts.
     "jax": dict.fromkeys(
         ("JaxRuntimeError", "XlaRuntimeError"),
         ("resource_exhausted", "cuda_error_out_of_memory", "alloc_failed"),
@@ -44,20 +44,20 @@ _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
             ("memoryallocation", "out of memory", "alloc_failed"),
         ),
     },
-    # The arena and the driver have no error class of their own. An arena in host memory raises the same error, which
-    # counts as a device's in a GPU task.
+    # Arena and driver have no error class of their own. An arena in host memory raises the same error, which counts as
+    # a device's in a GPU task.
     "onnxruntime": dict.fromkeys(
         ("Fail", "RuntimeException", "EPFail"), ("failed to allocate memory", "out of memory")
     ),
 }
 
-#: Text of an error of Accelerate's `find_executable_batch_size` (1.15), which Hugging Face's `Trainer` uses. The
-#: function catches an out-of-memory for each size down to one, and raises this error without a cause. It also catches
-#: cuDNN's "not supported" and shortage of host memory, so the error counts only if the allocator was refused memory.
+#: Text of the error that Accelerate's `find_executable_batch_size` (1.15; used by Hugging Face's `Trainer`) raises,
+#: without a cause, after an out-of-memory for each size down to one. The function also catches cuDNN's "not supported"
+#: and shortage of host memory, so the error counts only if the allocator was refused memory.
 NO_BATCH_SIZE: Final = "no executable batch size found"
 
-#: Texts by framework, in lower case; all parts of a text must occur. Errors of other classes are compared in this
-#: order: messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
+#: Lower-case texts by framework for errors of other classes; all parts of a text must occur. The first match counts:
+#: messages of ONNX Runtime and TensorFlow quote messages of other frameworks.
 _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "onnxruntime": (
         ("bfc_arena",),
@@ -79,7 +79,7 @@ _TEXTS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
         ("triton error [cuda]: out of memory",),
         ("cublas_status_alloc_failed",),
         ("cudnn_status_alloc_failed",),
-        # cuDNN 9's name for it.
+        # cuDNN 9's name for the status above.
         ("cudnn_status_internal_error_device_allocation_failed",),
         ("cusolver_status_alloc_failed",),
         ("cusparse_status_alloc_failed",),
@@ -94,15 +94,15 @@ _HOST = re.compile(
     r"std::bad_alloc|DefaultCPUAllocator|by allocator \w*(?:cpu|host)", re.IGNORECASE
 )
 
-#: Built-in classes of errors whose text is compared. `ValueError` and the like are about arguments.
+#: Built-in error classes whose texts are compared. Others, such as `ValueError`, are about arguments.
 _PLAIN: Final = (RuntimeError, Exception, BaseException, object)
 
 
 def causes(error: BaseException, until: BaseException | None = None) -> Iterator[BaseException]:
     """Yield an error, its members if it is a group, and its causes and contexts, each once.
 
-    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left out, with errors
-    that are reached only through it.
+    A context that `from None` hides is included: Keras re-raises errors in this way. `until` is left out, and so are
+    errors that are reached only through it.
     """
     seen: set[int] = set() if until is None else {id(until)}
     waiting: list[BaseException] = [error]
@@ -136,7 +136,7 @@ def find_out_of_memory(
     frameworks: Collection[str] = _TEXTS.keys(),
     until: BaseException | None = None,
 ) -> tuple[BaseException, str] | None:
-    """Return an out-of-memory of a device in an error, its members and its causes, and its framework.
+    """Return the first out-of-memory of a device among an error's `causes`, and its framework; `None`: there is none.
 
     The framework is one of `frameworks`, or empty for a simulated device. For `until` see `causes`.
     """
@@ -155,8 +155,8 @@ def find_out_of_memory(
 def looks_out_of_memory(error: BaseException) -> str:
     """Return the framework whose device ran out of memory, by an error's class and text; empty: another error.
 
-    The causes of the error are not read. Errors that Keras, Lightning or a user raise with the framework's text, as
-    their own class or a `RuntimeError`, are recognised too.
+    Causes are not read. An error of Keras, Lightning or a user is recognised, too, if it has the framework's text and
+    is a `RuntimeError` or of a class of their own.
     """
     text = str(error).lower()
     on_host = _HOST.search(text) is not None
@@ -204,7 +204,7 @@ _ELEMENT_BYTES: Final[Mapping[str, int]] = {
 
 
 def parse_wanted_bytes(text: str) -> int | None:
-    """Parse the size that the failed allocation requested; `None`: the message does not say."""
+    """Return the bytes that a failed allocation requested, from an error's text; `None`: the text does not say."""
     match = _WANTED.search(text)
     if match is None:
         return _parse_tensor_bytes(text)
@@ -225,7 +225,7 @@ def _parse_tensor_bytes(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """A child's facts about an out-of-memory on a device, in bytes; `None`: unknown."""
+    """An out-of-memory on a device, as the child process saw it. Sizes are in bytes; `None`: unknown."""
 
     #: Name of the framework; empty: no framework (a simulated device).
     framework: str
@@ -236,7 +236,7 @@ class OutOfMemory:
     #: Memory of this process, and free memory, on the fullest of its devices.
     process_bytes: int | None = None
     free_bytes: int | None = None
-    #: UUID of that device; empty: not read.
+    #: UUID of the fullest device; empty: not read.
     device_uuid: str = ""
     #: Whether the process's own cap refused the allocation; `None`: the error does not say.
     says_own_cap: bool | None = None

@@ -1,4 +1,4 @@
-"""The known frameworks, detection of the frameworks of a function, and their host memory.
+"""The known frameworks, detection of the frameworks that a function uses, and the host memory of frameworks.
 
 Detection reads code objects, globals and class bases. It imports and runs nothing, so it can be wrong (an import by
 name, a helper in another package). Contexts and standbys depend on it; caps hold for every imported framework.
@@ -27,9 +27,9 @@ from prefect_gpu.frameworks.tensorflow_adapter import TensorFlowAdapter
 from prefect_gpu.frameworks.torch_adapter import TorchAdapter
 from prefect_gpu.units import MIB
 
-#: Host memory that a child takes before its body begins, by framework, in addition to `HOST_BYTES_LEAST` for Python and
-#: Prefect: private bytes after a calibration, 16 cores, H200 (docs/evidence/gpu-host-memory.txt: torch 2.11, TensorFlow
-#: 2.21, JAX 0.11, CuPy 14).
+#: Host memory of a child before its body begins, by framework, in addition to `HOST_BYTES_LEAST` for Python and
+#: Prefect: private bytes after a calibration, 16 cores, H200 (docs/evidence/gpu-host-memory.txt: torch 2.11,
+#: TensorFlow 2.21, JAX 0.11, CuPy 14).
 HOST_BYTES = {"torch": 1048 * MIB, "tensorflow": 1776 * MIB, "jax": 1264 * MIB, "cupy": 536 * MIB}
 HOST_BYTES_LEAST = 78 * MIB
 
@@ -39,18 +39,18 @@ ADAPTERS: Mapping[str, FrameworkAdapter] = {
     for kind in (TorchAdapter, TensorFlowAdapter, JaxAdapter, CupyAdapter, OnnxRuntimeAdapter)
 }
 
-#: Frameworks whose memory samples every few milliseconds can follow: they allocate and free in step with the host's
-#: code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples miss
-#: most of it (seen on an H200).
+#: Frameworks for which a sample of memory every few milliseconds is enough: they allocate and free in step with the
+#: host's code. XLA and TensorFlow free an operation's memory as soon as it is queued, CuPy an expression's, so samples
+#: miss most of it (seen on an H200).
 SEEN_BY_LOOKING = frozenset({"torch"})
 
 #: Frameworks without a peak counter: the largest sample is used.
 WITHOUT_PEAK = frozenset({"cupy"})
 
-#: Name in the tag for a task without an adapter.
+#: Name in `gpu:framework=` for a task without an adapter.
 NO_FRAMEWORK = "none"
 
-#: The framework of an import root. A library that always uses one framework counts as that framework.
+#: Framework by the root of an import name. A library that always uses one framework counts as that framework.
 FRAMEWORK_BY_ROOT: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -66,7 +66,7 @@ FRAMEWORK_BY_ROOT: Mapping[str, str] = {
     "onnxruntime": "onnxruntime",
 }  # fmt: skip
 
-#: Names of each framework's packages; the first match wins.
+#: Distribution packages of each framework; the first installed one gives the version.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
@@ -75,16 +75,15 @@ DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
 }
 
-#: Attributes that lead from a decorated function to the function below: of a Prefect task or flow, of
-#: `functools.wraps`, of static and class methods.
+#: Attributes with a decorated function: of a Prefect task or flow, of `functools.wraps`, of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
 
-#: Most decorators above one function.
+#: Most decorators of one function.
 _MOST_DECORATORS = 8
 
 
 def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
-    """Return the adapters of a child: of the frameworks that tags name, else all; of `none`: no adapter."""
+    """Return a child's adapters: of the frameworks that tags name, else all; for `gpu:framework=none` no adapter."""
     if not policy.frameworks:
         return tuple(ADAPTERS.values())
     return tuple(ADAPTERS[name] for name in policy.frameworks if name != NO_FRAMEWORK)
@@ -92,7 +91,7 @@ def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
 
 @functools.cache
 def framework_version(framework: str) -> str:
-    """Read the installed version from package metadata, importing nothing; empty: unknown."""
+    """Return the installed version of a framework from package metadata, importing nothing; empty: unknown."""
     # Imported late: it takes 15 ms, and a child does not need it.
     import importlib.metadata
 
@@ -103,31 +102,28 @@ def framework_version(framework: str) -> str:
 
 
 def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]:
-    """Return the names of the frameworks that a function uses, sorted, by reading it.
+    """Return the names of the frameworks that a function uses, sorted, by reading its code.
 
-    Args:
-        fn: A function, method, partial, callable object or Prefect task.
-        whole_modules: Count all imports of the functions' modules, used or not: a child imports whole modules.
+    `fn` may be a method, partial, callable object or Prefect task, too. With `whole_modules` all imports of the
+    functions' modules count, used or not: a child imports whole modules.
     """
     roots = {module.partition(".")[0] for module in _Walk(whole_modules).modules(fn)}
     return tuple(sorted(set(ADAPTERS).intersection(map(framework_of, roots))))
 
 
 def framework_of(root: str) -> str:
-    """Return the framework of an import root, for Keras its backend; empty: no framework."""
+    """Return the framework of the root of an import name, for Keras its backend; empty: no framework."""
     if root == "keras":
         return os.environ.get("KERAS_BACKEND", "tensorflow")
     return FRAMEWORK_BY_ROOT.get(root, "")
 
 
 def needed_modules(fn: Any) -> tuple[str, ...]:
-    """Return the imports of unpickling a function and calling it, by reading it: its own module first.
+    """Return the imports of a process that unpickles and calls a function, by reading its code: its own module first.
 
-    A function inside another function travels by value. Its own module is imported only if it refers to more of it.
-
-    Returns:
-        `package.module`, and `package:name,name` for `from package import name, name` inside functions, where a name
-        may be a module. They need not be importable.
+    A function inside another function is pickled by value. Its own module is imported only if it refers to other
+    objects there. Each element is `package.module`, or `package:name,name` for `from package import name, name` inside
+    functions, where a name may be a module. Elements need not be importable.
     """
     inner = fn
     while isinstance(inner, functools.partial):
@@ -136,7 +132,7 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
     reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
     if isinstance(inner, FunctionType) and own in sys.modules:
         if find_steps(find_in_namespace(own, inner.__qualname__), inner) is None:
-            # Once for the function itself.
+            # The first element is the function's own.
             reached.remove(own)
             own = ""
     return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
@@ -152,7 +148,7 @@ def find_in_namespace(module: str, name: str) -> Any:
 
 
 def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[str, ...] | None:
-    """Return the attributes that lead from a decorated object to a function below; `None`: it is not below."""
+    """Return the attributes that lead from a decorated object to the function `wanted`; `None`: it is not inside."""
     if found is wanted:
         return ()
     for step in _BELOW if left else ():
@@ -167,10 +163,7 @@ def find_steps(found: Any, wanted: Any, left: int = _MOST_DECORATORS) -> tuple[s
 
 
 def uses_prefect(fn: Any) -> bool:
-    """Return whether a task's function, or code that it refers to, is known to import Prefect.
-
-    `child.late_prefect` also handles imports that are not found here.
-    """
+    """Return whether a task's function, or code it refers to, is known to import Prefect. See `child.late_prefect`."""
     return any(map(brings_prefect, needed_modules(fn)))
 
 
@@ -188,7 +181,7 @@ def brings_prefect(entry: str) -> bool:
 
 
 def _home(value: Any) -> Any:
-    """Return the module that a module, function, class or object belongs to, by its name."""
+    """Return the name of the module that defines a value: of a module itself, a function, a class or an object."""
     if isinstance(value, ModuleType):
         return object.__getattribute__(value, "__dict__").get("__name__")
     if isinstance(value, (FunctionType, type)):
@@ -200,7 +193,7 @@ _METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
 class _Walk:
-    """A walk over a function and the user's functions and classes that it reaches."""
+    """A walk over a function and all functions and classes of the user to which it refers."""
 
     def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
         self._whole_modules = whole_modules
@@ -208,7 +201,7 @@ class _Walk:
         self._seen: set[int] = set()
 
     def modules(self, value: Any) -> Iterator[str]:
-        """Yield every reached import, and the module of every reached function, class and object."""
+        """Yield every import on the walk from `value`, and the module of every function, class and object."""
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -274,7 +267,7 @@ class _Walk:
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of the functions inside."""
+    """Yield the code object of a function and of all functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -317,7 +310,7 @@ def is_users(module: str | None) -> bool:
 
 
 def _is_installed(root: str, place: str) -> bool:
-    """Return whether an installer put a module where it is."""
+    """Return whether an installer put a module into the folder or file `place`."""
     # `dist-packages` is Debian's name, which many GPU containers have.
     by_name = "site-packages" in place or "dist-packages" in place
     return by_name or root in _installed_in(os.path.dirname(place))
@@ -326,16 +319,16 @@ def _is_installed(root: str, place: str) -> bool:
 @functools.cache
 def _installed_in(folder: str) -> frozenset[str]:
     """Return the modules that were installed into any folder (`pip install --target`)."""
-    # Installers list them in `RECORD` files:
+    # Installers list modules in `RECORD` files:
     # https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     found = set()
     for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
         with contextlib.suppress(OSError), open(record, encoding="utf-8", errors="replace") as file:
-            # A module has a suffix, a package a folder.
+            # A line begins with `module.py` or `package/`.
             found |= {re.split(r"[/,.]", line, maxsplit=1)[0].strip('"') for line in file}
     return frozenset(found)
 
 
 def host_bytes_of(frameworks: Iterable[str]) -> int:
-    """Return the host memory that a child with these frameworks takes before its body, in bytes."""
+    """Return the host memory, in bytes, that a child with some frameworks takes before its body begins."""
     return HOST_BYTES_LEAST + sum(HOST_BYTES.get(name, 0) for name in frameworks)

@@ -1,4 +1,4 @@
-"""TensorFlow and Keras on it: cap or growth, threads, counters, arrays to NumPy.
+"""The TensorFlow adapter, with Keras: cap or growth, threads, counters, conversion of tensors to NumPy.
 
 TensorFlow fixes its devices when its runtime starts (the first operation). It then takes its limit whole, unless the
 program asks for growth: `allocation=limit` and `allocation=all` differ only in the time.
@@ -6,7 +6,7 @@ program asks for growth: `allocation=limit` and `allocation=all` differ only in 
 A program opens GPUs with the options of a `ConfigProto`: with the first operation (`tf.config`), in each TensorFlow 1
 session, in `tf.distribute.Server`, and in `list_local_devices`, which `tf.test.is_gpu_available` calls. All pass the
 options to functions of TensorFlow's C interface, which `hold_caps` replaces. TensorFlow keeps one allocator for each
-logical device for the life of the process: the first to open a device fixes its size and its growth. C++ code that
+logical device until the process ends; its size and growth are fixed when the device is first opened. C++ code that
 opens a device by itself, before any of these, is not covered.
 """
 
@@ -28,7 +28,7 @@ from prefect_gpu.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
 
-#: Values of `TF_GPU_ALLOCATOR` that pass each allocation to the driver, without a limit.
+#: Values of `TF_GPU_ALLOCATOR` for allocators without a limit, which pass each allocation to the driver.
 UNLIMITED_ALLOCATORS = ("cuda_malloc", "cuda_malloc_async")
 
 #: Warnings about options of a program.
@@ -43,13 +43,13 @@ _UNLIMITED = (
 
 
 class TensorFlowAdapter(adapter.FrameworkAdapter):
-    """TensorFlow on CUDA devices; on the host only its threads are set. It keeps its regions until the process ends."""
+    """Applies a policy to TensorFlow; on the host only threads. TensorFlow never returns memory to the driver."""
 
     name = "tensorflow"
     module = "tensorflow"
     # Otherwise each process writes three lines about oneDNN and the processor (2.21).
     default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
-    # Read when its runtime starts; the level of its log at any time.
+    # Read when the runtime starts; the level of the log at any time.
     late_variables = (
         "TF_CPP_MIN_LOG_LEVEL",
         "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -58,12 +58,12 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
     )
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return growth, which overrides settings of the program. Under a cap an inherited growth is removed."""
+        """Return the variable of growth, which overrides the program's settings; under a cap it is removed."""
         growth = policy.cap_bytes(self.name) is None
         return {"TF_FORCE_GPU_ALLOW_GROWTH": "true" if growth else None}
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: configure devices and threads before TensorFlow's runtime starts; refuse a started runtime."""
+        """Configure devices and threads before TensorFlow's runtime starts; `FrameworkError`: it has started."""
         tf = import_module("tensorflow")
         try:
             _bound_threads(tf, policy.cpus)
@@ -76,11 +76,11 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
             ) from error
 
     def has_started(self) -> bool:
-        """Child: return whether the runtime has started, which fixes devices and threads."""
+        """Return whether TensorFlow's runtime has started, which fixes devices and threads."""
         return _started_tensorflow() is not None
 
     def counters(self) -> Counters | None:
-        """Child: read the memory in use of the GPU allocators, which do not count reserved memory."""
+        """Return the memory in use, summed over all GPUs; `None`: no GPU in use. Reserved memory is not counted."""
         tf = _started_tensorflow()
         if tf is None:
             return None
@@ -96,15 +96,15 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
         )
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: reduce eager tensors and variables to NumPy, on the CPU too, so that flows see one type.
+        """Return a pickle reduction of an eager tensor or variable, on the CPU too, to a NumPy array.
 
-        An error of a session travels without its operation. `_reduce_keras` refuses Keras models.
+        An error of a session loses its operation, which belongs to a graph of this process. `_reduce_keras` refuses
+        Keras models. Any other value: `NotImplemented`.
         """
         tf = imported("tensorflow", "Tensor", "Variable", "config", "errors")
         if tf is None:
             return NotImplemented
         if isinstance(value, tf.errors.OpError) and value.op is not None:
-            # A session's error names an operation, which belongs to a graph of this process.
             make, arguments = value.__reduce__()
             return make, tuple(None if each is value.op else each for each in arguments)
         if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):
@@ -112,11 +112,9 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
         return _reduce_keras(tf, value)
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuDNN and cuFFT; needs growth.
+        """Load cuBLAS, cuDNN and cuFFT, and return the peak of used bytes, rounded up to 2 MiB; needs growth.
 
-        Returns:
-            The peak in use, rounded up to the 2 MiB regions that growth takes. TensorFlow reports no other figure, and
-            never returns memory.
+        Growth takes regions of 2 MiB. TensorFlow reports no other figure, and never returns memory.
         """
         tf = import_module("tensorflow")
         with tf.device("GPU:0"):
@@ -166,8 +164,8 @@ def _start_devices(tf: Any, count: int) -> None:  # needs a GPU
 
 
 def _started_tensorflow() -> Any:
-    """Return `tensorflow` once its runtime has started, else `None`."""
-    # `tf.config.list_logical_devices` would start it; there is no public way to look.
+    """Return the module `tensorflow` once its runtime has started, else `None`."""
+    # `tf.config.list_logical_devices` would start the runtime; there is no public way to look.
     module = imported("tensorflow.python.eager.context", "_context")
     if module is None or not getattr(module._context, "_initialized", False):
         return None
@@ -175,7 +173,7 @@ def _started_tensorflow() -> Any:
 
 
 def reduce_traced(value: Any) -> Any:
-    """Return a pickle reduction that traces a `tf.function` anew from its Python function, or `NotImplemented`."""
+    """Return a pickle reduction of a `tf.function`, traced again from its Python function; else `NotImplemented`."""
     if type(value).__name__ != "Function" or not hasattr(value, "python_function"):
         return NotImplemented
     options = {
@@ -191,7 +189,7 @@ def _trace(function: Any, options: dict[str, Any]) -> Any:
 
 
 def _reduce_keras(tf: Any, value: Any) -> Any:
-    """Refuse a Keras model in a child with a GPU: rebuilding it would start TensorFlow in the parent."""
+    """Reduce a Keras variable to NumPy; refuse a model of a GPU, which would start TensorFlow in the parent."""
     keras = imported("keras", "Variable", "Model", "backend")
     if keras is None or keras.backend.backend() != "tensorflow":
         return NotImplemented
@@ -209,7 +207,7 @@ def _reduce_keras(tf: Any, value: Any) -> Any:
 
 
 def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> None:
-    """Apply the caps to every way to open GPUs in this process, or growth without caps (`None`)."""
+    """Limit all GPUs that TensorFlow opens in this process, in any way, to the caps in bytes; `None`: let them grow."""
     bound = _Bounds(caps, total_bytes).apply
     parse_config = import_module("tensorflow.core.protobuf.config_pb2").ConfigProto.FromString
     server_module = import_module("tensorflow.core.protobuf.tensorflow_server_pb2")
@@ -249,7 +247,7 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
         try:
             _replace(f"tensorflow.python.{module}", name, replacement)
         except (ImportError, AttributeError) as error:
-            # Without a cap the replacement only sets growth, which a variable sets too.
+            # Without a cap the replacement only sets growth, which an environment variable sets, too.
             if caps is not None:
                 version = getattr(import_module("tensorflow"), "__version__", "of this version")
                 raise FrameworkError(
@@ -262,7 +260,7 @@ def hold_caps(caps: tuple[int, ...] | None, total_bytes: tuple[int, ...]) -> Non
 def _replace(module_name: str, name: str, replacement: Callable[..., Any]) -> None:
     module = import_module(module_name)
     call = getattr(module, name)
-    # The function may have the replacement of a standby's policy.
+    # The policy of a standby may have replaced the function already.
     call = getattr(call, "__wrapped__", call)
     setattr(module, name, functools.wraps(call)(functools.partial(replacement, call)))
 
@@ -286,14 +284,14 @@ class _Bounds:
         split_devices = options.experimental.virtual_devices
         devices = _visible_devices(bounded, len(self._caps))
         if devices is None or len(split_devices) not in (0, len(devices)):
-            # TensorFlow refuses it.
+            # TensorFlow refuses the configuration.
             return bounded
         if not split_devices:
             for device in devices:
                 split_devices.add(memory_limit_mb=self._limits_of(options, device))
-            # The number must be that of the program's visible devices.
+            # TensorFlow requires as many splits as visible devices.
             options.visible_device_list = ",".join(map(str, devices))
-            # TensorFlow refuses both together. The fraction is no cap: `gpu_system_memory_size_in_mb` and
+            # TensorFlow refuses splits with a fraction. The fraction is no cap: `gpu_system_memory_size_in_mb` and
             # `TF_DEVICE_MIN_SYS_MEMORY_IN_MB` override it, and above 1 it means managed memory.
             options.ClearField("per_process_gpu_memory_fraction")
         for device, split in zip(devices, split_devices, strict=True):
@@ -302,7 +300,7 @@ class _Bounds:
         return bounded
 
     def _limits_of(self, options: Any, device: int) -> list[float]:
-        """Return the MiB of each logical device that a program asks for without a split."""
+        """Return the size in MiB of each logical device on a GPU that the program has not split itself."""
         assert self._caps is not None
         pieces = max(1, options.experimental.num_virtual_devices_per_gpu)
         fraction = options.per_process_gpu_memory_fraction
@@ -343,7 +341,7 @@ class _Bounds:
     def _refuse_unlimited(self, experimental: Any) -> None:
         named = os.environ.get("TF_GPU_ALLOCATOR", "")
         if named in UNLIMITED_ALLOCATORS:
-            # TensorFlow reads it when it makes the allocator, which is next.
+            # TensorFlow reads the variable when it makes the allocator, which is next.
             del os.environ["TF_GPU_ALLOCATOR"]
             self._warn_once(_UNLIMITED, f"TF_GPU_ALLOCATOR={named}")
         if experimental.use_cuda_malloc_async:
@@ -351,14 +349,14 @@ class _Bounds:
             self._warn_once(_UNLIMITED, "use_cuda_malloc_async=True")
 
     def _warn_once(self, template: str, text: str) -> None:
-        """Log the first warning of its kind in this process."""
+        """Log a warning, unless one with the same template was logged in this process."""
         if template not in self._warned:
             self._warned.add(template)
             logger.warning(template, text)
 
 
 def _visible_devices(config: Any, allotted: int) -> list[int] | None:
-    """Return the devices that a program shows itself; `None`: its list is wrong."""
+    """Return the indices of the GPUs that a `ConfigProto` makes visible; `None`: its list is wrong."""
     named = config.gpu_options.visible_device_list
     try:
         devices = [int(index) for index in named.split(",")] if named else list(range(allotted))

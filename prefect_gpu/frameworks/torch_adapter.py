@@ -1,7 +1,7 @@
-"""PyTorch: cap, allocator options, threads, counters, traces, storages to the host.
+"""The PyTorch adapter: cap, allocator options, threads, counters, traces of allocations, copies of storages to NumPy.
 
-Caps hold for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from the driver directly,
-so a cap is the budget minus the context.
+A cap holds for PyTorch's caching allocator alone. The context, NCCL and extensions take memory from the driver
+directly, so a cap is the budget minus the context.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from prefect_gpu.frameworks.adapter import (
 )
 from prefect_gpu.units import MIB
 
-#: Bytes of the cap that `allocation=all` leaves for the first small tensor. It needs a new 2 MiB segment: over the cap
-#: the allocator would free the whole cache to get it.
+#: Bytes of the cap that `allocation=all` leaves free for the 2 MiB segment of the first small tensor. Above the cap
+#: the allocator would free the whole cache for this segment.
 ALL_MARGIN_BYTES = 64 * MIB
 
 #: Bytes to which PyTorch rounds a large block (`kRoundLarge` of its caching allocator).
 LARGE_BLOCK_BYTES = 2 * MIB
 
-#: Bytes from which a storage in host memory travels as a buffer, as `values.transport.FILE_BYTES`. PyTorch pickles a
-#: smaller one itself, so that it can be resized.
+#: Least bytes of a host storage that is pickled as a buffer, as `values.transport.FILE_BYTES`. PyTorch itself pickles
+#: a smaller storage, which can then be resized.
 LARGE_STORAGE_BYTES = 1 * MIB
 
-#: First release seen to know the option `per_process_memory_fraction`. Older releases refuse unknown options.
+#: First release of PyTorch seen to know `per_process_memory_fraction`. Older ones refuse unknown options.
 SUBPROCESS_CAP_VERSION = (2, 11)
 
-#: Most events of each device in a trace; a block has three. Reading 150 takes 0.5 ms, 20,000 take 8 (H200,
-#: PyTorch 2.11, 2026-11-21). A step with more events has no traced peak.
+#: Most events of each device in a trace; a block has three. Reading 150 takes 0.5 ms, 20,000 take 8 ms (H200, PyTorch
+#: 2.11, 2026-11-21). A step with more events has no traced peak.
 MAX_EVENTS = 50_000
 
-#: Most events of each device in a snapshot, as in PyTorch's own examples: a file of 6 MiB (PyTorch 2.11).
+#: Most events of each device in a snapshot, as in PyTorch's own examples: 6 MiB of file (PyTorch 2.11).
 HISTORY_EVENTS = 100_000
 
 #: Bytes to which the allocator rounds a block (`kMinBlockSize`); a trace has the requested size.
 BLOCK_BYTES = 512
 
-#: Functions in `torch._C` that switch recording on and off. All public functions call one of them.
+#: Functions in `torch._C` that switch recording on and off. All public functions for this call one of them.
 _SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
 
 _captures = CaptureWatch()
 
 
 class TorchAdapter(FrameworkAdapter):
-    """PyTorch on CUDA devices; on the host only its threads are set."""
+    """Applies a policy to PyTorch: memory on CUDA devices, and the number of threads, on the host, too."""
 
     name = "torch"
     module = "torch"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
-        """Return the allocator's variables, under both names."""
+        """Return the variables of PyTorch's allocator; its options under the old and the new name."""
         variables: dict[str, str | None] = {}
         if policy.allocator_options:
             text = ",".join(f"{key}:{value}" for key, value in policy.allocator_options.items())
@@ -78,14 +78,15 @@ class TorchAdapter(FrameworkAdapter):
         if not policy.caching:
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         elif policy.cap_bytes(self.name) is not None:
-            # Inherited from a shell, it would switch the cap off silently.
+            # If inherited from a shell, this variable would switch the cap off silently.
             variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = None
         return variables
 
     def cap_subprocesses(self, policy: FrameworkPolicy, environ: MutableMapping[str, str]) -> None:
-        """Child: cap the processes that the body starts (`torchrun`, `multiprocessing`), by a variable.
+        """Cap the processes that the body starts (`torchrun`, `multiprocessing`), by an option of the allocator.
 
-        All devices have one fraction: the smallest. This process has the exact caps of `_cap_devices`.
+        The option is one fraction for all devices, the smallest. The child itself has the exact caps of
+        `_cap_devices`.
         """
         fraction = policy.cap_fraction(self.name)
         if fraction is None or not policy.caching or _installed_version() < SUBPROCESS_CAP_VERSION:
@@ -97,12 +98,12 @@ class TorchAdapter(FrameworkAdapter):
             environ[name] = ",".join([*options_without(option, environ.get(name, "")), option])
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Child: bound the threads now, and the memory when CUDA starts. Only `allocation=all` starts CUDA here."""
+        """Set the threads now, and the cap when CUDA starts. Only `allocation=all` starts CUDA here."""
         torch = import_module("torch")
         _bound_threads(torch, policy.cpus)
         if policy.device_kind != "nvml":
             return
-        # PyTorch counts through NVML, without a context.
+        # `device_count` asks NVML, without a context.
         why = (
             "this PyTorch is built without CUDA"
             if torch.version.cuda is None
@@ -134,29 +135,29 @@ class TorchAdapter(FrameworkAdapter):
             _take_all(torch, caps)
 
     def standby_environment(self) -> dict[str, str]:
-        """Return the variable that makes `torch.cuda.is_available()` ask NVML: modules call that function at import.
+        """Return the variable that makes `torch.cuda.is_available()` ask NVML: modules call this function at import.
 
-        By default it initialises the driver, which fixes the devices. `device_count` always asks NVML, and neither
-        answer is cached before CUDA starts (2.6 to 2.13).
+        By default the call initialises the driver, which fixes the devices. `device_count` always asks NVML, and
+        neither answer is cached before CUDA starts (2.6 to 2.13).
         """
         return {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
     def applies_late(self, name: str, before: str | None, after: str | None) -> bool:
-        """Return `True` for variables that are read when CUDA starts; the import chooses the backend."""
+        """Return whether PyTorch reads a variable when CUDA starts. The allocator's backend is chosen at the import."""
         if name in ALLOCATOR_VARIABLES:
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
     def has_started(self) -> bool:
-        """Child: return whether PyTorch has initialised CUDA."""
+        """Return whether PyTorch has initialised CUDA."""
         return _started_cuda() is not None
 
     def counters(self) -> Counters | None:
-        """Child: read the caching allocator's counters, summed over the devices."""
+        """Return the caching allocator's counters, summed over the devices; `None`: CUDA has not started."""
         cuda = _started_cuda()
         if cuda is None:
             return None
-        # Without the flattening of `memory_stats`: a thread reads them every few milliseconds.
+        # Not `memory_stats`, which flattens the result: a thread reads it every few milliseconds.
         stats = [cuda.memory_stats_as_nested_dict(i) for i in range(cuda.device_count())]
 
         def total(kind: str, which: str) -> int:
@@ -168,23 +169,23 @@ class TorchAdapter(FrameworkAdapter):
             peak_live_bytes=total("allocated_bytes", "peak"),
             peak_reserved_bytes=total("reserved_bytes", "peak"),
             alloc_retries=sum(int(device["num_alloc_retries"]) for device in stats if device),
-            # The driver's own pool does not count freed bytes, and reports 0.
+            # The backend `cudaMallocAsync` does not count freed bytes, and reports 0.
             freed_bytes=total("reserved_bytes", "freed") if _is_native(cuda) else None,
         )
 
     def begin_trace(self) -> EndTrace | None:
-        """Child: record allocations of the caching allocator, unless a recording is running."""
+        """Begin to record the caching allocator's allocations; `None`: CUDA has not started, or the body records."""
         return None if _started_cuda() is None else begin_trace(import_module("torch"))
 
     def memory_summary(self) -> str:
-        """Child: return `torch.cuda.memory_summary()` of each device."""
+        """Return `torch.cuda.memory_summary()` of each device; empty: CUDA has not started."""
         cuda = _started_cuda()
         if cuda is None:
             return ""
         return "\n".join(cuda.memory_summary(index) for index in range(cuda.device_count()))
 
     def write_snapshot(self, path: str) -> bool:
-        """Child: write `torch.cuda.memory._dump_snapshot()`, private but documented, of all devices."""
+        """Write `torch.cuda.memory._dump_snapshot()`, private but documented; `False`: CUDA has not started."""
         cuda = _started_cuda()
         if cuda is None:
             return False
@@ -192,19 +193,19 @@ class TorchAdapter(FrameworkAdapter):
         return True
 
     def release_cached(self) -> None:
-        """Child: empty the caching allocator's cache, including the memory of `allocation=all`."""
+        """Empty the caching allocator's cache, including the memory of `allocation=all`."""
         cuda = _started_cuda()
         if cuda is not None:
             cuda.empty_cache()
 
     def release_unused(self) -> None:
-        """Child: empty the caching allocator's cache, unless a CUDA graph is being captured.
+        """Empty the caching allocator's cache, unless a CUDA graph is being captured.
 
-        During a capture on another thread `empty_cache` depends on the release: it raises, or does nothing
-        (pytorch/pytorch#158152, #182062), or may ask about the calling thread's stream alone (#175374). So captures are
-        counted. If it raises (also within `torch.cuda.use_mem_pool`), it has released nothing. Blocks of a captured
-        graph are in a pool of their own, which is not emptied. The other allocator, `cudaMallocAsync`, first waits for
-        the whole device, which invalidates any capture.
+        Captures are counted, since `empty_cache` depends on the release during a capture on another thread: it raises,
+        or does nothing (pytorch/pytorch#158152, #182062), or may check the calling thread's stream alone (#175374). If
+        it raises (also within `torch.cuda.use_mem_pool`), nothing was released. A captured graph's blocks are in a
+        pool of their own, which is not emptied. `cudaMallocAsync` is left alone: it would first wait for the whole
+        device, which invalidates captures.
         """
         cuda = _started_cuda()
         if cuda is None or not _is_native(cuda):
@@ -214,18 +215,18 @@ class TorchAdapter(FrameworkAdapter):
                 cuda.empty_cache()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Child: copy a CUDA storage to the host; reduce bare and large storages better than pickle.
+        """Return a pickle reduction of a storage that is untyped, large or on a CUDA device; else `NotImplemented`.
 
-        Tensors, views, parameters, modules and sparse tensors all reduce to storages. Reducing only storages keeps
-        their class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it is
-        pickled (2.11, 2.13). Reducing it to the `UntypedStorage` inside keeps shared memory shared.
+        Tensors, views, parameters, modules and sparse tensors are pickled with their storages. Reducing only storages
+        keeps their class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it
+        is pickled (2.11, 2.13). Reducing the wrapper to the `UntypedStorage` inside keeps shared memory shared.
         """
-        # On the host too: PyTorch pickles a bare storage (of a `uint16` tensor, say) so that it cannot be unpickled
+        # On the host, too, if untyped: PyTorch pickles a `uint16` tensor's storage so that it cannot be unpickled
         # (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
         return _reduce(value, typed_on=("cuda",), untyped_on=("cuda", "cpu"))
 
     def calibrate(self) -> int:
-        """Child: load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, return the bytes that it still holds."""
+        """Load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, and return the bytes that are still held."""
         torch = import_module("torch")
         functional = torch.nn.functional
         with torch.device("cuda:0"):
@@ -244,15 +245,15 @@ class TorchAdapter(FrameworkAdapter):
 
 
 def reduce_large(value: Any) -> Any:
-    """Parent: return a pickle reduction of a large storage in host memory without copying its bytes.
+    """Return a pickle reduction of a large host storage without a copy; PyTorch's own copies the bytes twice.
 
-    PyTorch's own reduction copies the bytes twice. It still reduces CUDA storages, which arrive on a device.
+    PyTorch's own reduction remains for CUDA storages, which arrive on a device. For the parent process.
     """
     return _reduce(value)
 
 
 def _reduce(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] = ()) -> Any:
-    """Return a pickle reduction of a storage that is large and on the host, or on one of some types of devices."""
+    """Reduce a storage that is large and on the host, or on a device type for its class; else `NotImplemented`."""
     torch = imported("torch", "storage")
     if torch is None:
         return NotImplemented
@@ -269,7 +270,7 @@ def _reduce(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] 
 def reduce_compiled(value: Any) -> Any:
     """Return a pickle reduction of a compiled or scripted function, scripted module or operator, or `NotImplemented`.
 
-    Functions are compiled anew from their originals. Operators travel by their names.
+    Functions are compiled again from their original functions. Operators are pickled by name.
     """
     original = getattr(value, "_torchdynamo_orig_callable", None)
     if original is not None:
@@ -326,7 +327,7 @@ def _is_large(storage: Any) -> bool:
 
 
 def reduce_storage(storage: Any) -> tuple[Any, ...]:
-    """Reduce an `UntypedStorage` of any device to bytes in host memory."""
+    """Return a pickle reduction of an `UntypedStorage` on any device to bytes in host memory."""
     host = storage.cpu()
     if host.nbytes() == 0:
         return _rebuild_untyped, (b"",)
@@ -336,7 +337,7 @@ def reduce_storage(storage: Any) -> tuple[Any, ...]:
 
 
 def _rebuild_untyped(data: Any) -> Any:
-    """Parent: return a storage in host memory over bytes or a NumPy array of bytes."""
+    """Return a storage in host memory over bytes or a NumPy array of bytes."""
     # `uint8`, as PyTorch rebuilds an `UntypedStorage`: `_rebuild_tensor_v3` relies on it.
     torch = import_module("torch")
     if len(data) == 0:
@@ -347,7 +348,7 @@ def _rebuild_untyped(data: Any) -> Any:
 
 
 def _rebuild_typed(storage: Any, dtype: Any) -> Any:
-    """Parent: return what `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
+    """Return a `TypedStorage`, as `_rebuild_tensor_v2` expects, over the memory of a rebuilt storage."""
     return _typed(import_module("torch"), storage._untyped_storage, dtype)
 
 
@@ -356,7 +357,7 @@ def _typed(torch: Any, untyped: Any, dtype: Any) -> Any:
 
 
 def _backend(options: str | None) -> str:
-    """Return the allocator in `PYTORCH_ALLOC_CONF`; empty: PyTorch's own."""
+    """Return the backend in a value of `PYTORCH_ALLOC_CONF`; empty: PyTorch's own."""
     for option in (options or "").split(","):
         key, _, value = option.partition(":")
         if key.strip() == "backend" and value.strip() != "native":
@@ -367,13 +368,13 @@ def _backend(options: str | None) -> str:
 def _bound_threads(torch: Any, cpus: int) -> None:
     torch.set_num_threads(cpus)
     if torch.get_num_interop_threads() != cpus:
-        # It may be set only once, and not after the first inter-op work: a user's own setting stays.
+        # This number may be set only once, before the first inter-op work: a user's own setting stays.
         with contextlib.suppress(RuntimeError):
             torch.set_num_interop_threads(cpus)
 
 
 def _watch_captures(torch: Any) -> None:
-    # 2.13 has the second class, which does not use the first.
+    # PyTorch 2.13 has the second class, which does not use the first.
     owners = (torch.cuda, "CUDAGraph"), (getattr(torch, "accelerator", None), "Graph")
     for module, name in owners:
         if (owner := getattr(module, name, None)) is not None:
@@ -388,7 +389,7 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 
 def _installed_version() -> tuple[int, ...]:
-    """Return the first two numbers of PyTorch's version, importing nothing; empty: it is not installed."""
+    """Return the first two numbers of PyTorch's version, importing nothing; empty: not installed."""
     # Imported late: it takes 15 ms.
     from importlib import metadata
 
@@ -420,7 +421,7 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
             taken = f"{size} bytes of device {index} at the start"
             problem = f"gpu:allocation=all could not take {taken}: {error}"
             raise FrameworkError("torch", problem) from error
-        # Back into the cache, not to the driver.
+        # The memory returns to the cache, not to the driver.
         del block
 
 
@@ -429,7 +430,7 @@ def _is_native(cuda: Any) -> bool:
 
 
 def _started_cuda() -> Any:
-    """Return `torch.cuda` once it has been initialised, else `None`."""
+    """Return the module `torch.cuda` once CUDA has been initialised, else `None`."""
     torch = imported("torch", "cuda")
     # Another thread may be importing PyTorch.
     if torch is None or not hasattr(torch.cuda, "is_initialized"):
@@ -437,12 +438,12 @@ def _started_cuda() -> Any:
     return torch.cuda if torch.cuda.is_initialized() else None
 
 
-#: Whether this process has begun to record for a snapshot at an out-of-memory. The body may have stopped it.
+#: Whether this process has begun to record for a snapshot at an out-of-memory. The body may have stopped this.
 _records_history = False
 
 
 def record_history(torch: Any) -> None:
-    """Start to record allocations with Python stacks, once CUDA has started. Never raises: a body can run without."""
+    """Start PyTorch's record of allocations and stacks, once CUDA has started. Never raises: a body can do without."""
     global _records_history
     try:
         torch.cuda.memory._record_memory_history(
@@ -456,10 +457,9 @@ def record_history(torch: Any) -> None:
 def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: int = 0) -> int:
     """Return the peak of allocated bytes on one device, from the events of its trace, oldest first.
 
-    The events are followed back from the end, where `live_bytes` are allocated. Counters fall when a block is freed,
-    not when the device has finished with it, so "free_requested" counts. A block from the cache may be larger than
-    requested, by less than 1 MiB, which no event shows. Events before `since_us`, in microseconds since the epoch, do
-    not count.
+    The events are followed back from the end, where `live_bytes` are allocated, to `since_us` (microseconds since the
+    epoch). Counters fall when a block is freed, not when the device has finished with it, so "free_requested" counts.
+    A block from the cache may be larger than requested, by less than 1 MiB, which no event shows.
     """
     peak = now = live_bytes
     for event in reversed(events):
@@ -473,11 +473,11 @@ def peak_bytes(live_bytes: int, events: Sequence[Mapping[str, Any]], since_us: i
 
 
 def begin_trace(torch: Any) -> EndTrace | None:
-    """Begin to record allocations, once CUDA has started; `None`: the body or this allocator prevents it.
+    """Begin to record PyTorch's allocations; `None`: the body records itself, or the allocator cannot.
 
-    Samples miss memory that is freed within a few milliseconds. The allocator's own peak covers the whole life of the
-    process, and only the body may reset it. The allocator's trace has every event and resets nothing. If PyTorch
-    records for a snapshot, the trace is the newest part of that record.
+    CUDA must have started. Samples miss memory that is freed within a few milliseconds. The allocator's own peak
+    covers the whole life of the process, and only the body may reset it. The allocator's trace has every event and
+    resets nothing. If PyTorch records for a snapshot, the trace is the newest part of that record.
     """
     trace = None
     try:
@@ -494,25 +494,25 @@ def begin_trace(torch: Any) -> EndTrace | None:
 
 
 class TorchTrace:
-    """A running trace. It never switches off a recording of the body.
+    """A running trace of PyTorch's allocations. It never switches off a recording that the body has started.
 
-    `shared`: the allocator already records for a snapshot, and continues afterwards.
+    `shared`: PyTorch already records for a snapshot, and continues afterwards.
     """
 
     def __init__(self, torch: Any, shared: bool) -> None:
         self._core = torch._C
         self._cuda = torch.cuda
-        #: Begin in microseconds since the epoch, if the record has older events; else 0.
+        #: Start of the trace in microseconds since the epoch, if the record has older events; else 0.
         self._since_us = time.time_ns() // 1000 if shared else 0
-        #: The body switched recording on or off itself.
+        #: Whether the body has switched recording on or off.
         self._taken_over = False
-        #: By name: the replacement of a switch in `torch._C`, and the switch.
+        #: Replacement and original of each switch in `torch._C`, by name.
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def begin(self) -> None:
-        """Begin to record without stacks, and watch whether the body records too."""
+        """Start to record without stacks, and notice from now on whether the body switches recording."""
         if not self._since_us:
-            # Takes 20 µs. The end of an earlier recording has emptied the record.
+            # Takes 20 µs. The record is empty: the end of an earlier recording has cleared it.
             self._cuda.memory._record_memory_history(
                 enabled="all", context=None, stacks="python", max_entries=MAX_EVENTS
             )
@@ -524,7 +524,7 @@ class TorchTrace:
                 setattr(self._core, name, stand_in)
 
     def end(self) -> int | None:
-        """Stop, and return the sum of the devices' peaks of allocated bytes. Never raises.
+        """Stop the trace, and return the sum of the devices' peaks of allocated bytes. Never raises.
 
         The peaks need not coincide, so the sum may be too large, never too small. `None`: too many events, a recording
         of the body, or other rounding of blocks (`roundup_power2_divisions`).
@@ -538,7 +538,7 @@ class TorchTrace:
             self.stop()
 
     def stop(self) -> None:
-        """Stop, and restore PyTorch. Never raises."""
+        """Stop the trace, and restore PyTorch's functions. Never raises."""
         with contextlib.suppress(Exception):
             for name, (stand_in, switch) in self._replaced.items():
                 # The body may have replaced the switch too.
@@ -578,7 +578,7 @@ class TorchTrace:
         )
 
     def _is_whole(self, events: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the trace has all events since its begin."""
+        """Return whether the trace has all events since its start."""
         if self._since_us:
             return not events or bool(events[0]["time_us"] < self._since_us)
         return len(events) < MAX_EVENTS

@@ -1,9 +1,7 @@
 """Run each GPU task of a Prefect flow in a process of its own, on devices with enough free memory.
 
-This module holds the public names. `docs/architecture.md` describes the folders.
-
-Prefect's server and workers import this package to find integrations. Everything is therefore imported on
-first use: no Prefect, NVML or framework is imported here.
+This module has the public names; `docs/architecture.md` describes the folders. Prefect's server and workers import this
+package to find integrations, so Prefect, NVML and frameworks are imported on first use.
 """
 
 import importlib
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
 
 __version__ = VERSION
 
-#: The names of each module.
+#: The public names of each module. All others are in `errors`.
 _NAMES = {
     "task_runner": ("GPUTaskRunner",),
     "task_worker": ("serve",),
@@ -72,7 +70,7 @@ __all__ = [  # noqa: RUF022  # by importance
 
 
 def _follow_prefects_task_worker() -> None:
-    """Import `engine.direct_calls` right after Prefect's task worker: it warns of GPU tasks under Prefect's own `serve`."""
+    """Have `engine.direct_calls` imported after Prefect's task worker, to warn of GPU tasks under Prefect's `serve`."""
     global _follows
     if _follows:
         return
@@ -84,7 +82,7 @@ def _follow_prefects_task_worker() -> None:
     ).install()
 
 
-#: The hook on Prefect's module is installed.
+#: Whether the hook on `prefect.task_worker` is installed.
 _follows = False
 
 

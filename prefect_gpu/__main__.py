@@ -2,7 +2,7 @@
 
 import sys
 
-# Python searches that folder first, unless it was started with `-P` (3.11) or `-I`.
+# Python searches the current folder first, unless it was started with `-P` (3.11) or `-I`.
 if not getattr(sys.flags, "safe_path", sys.flags.isolated):
     del sys.path[0]
 

@@ -1,4 +1,4 @@
-"""Time as a protocol: the real clock, and a clock that a test moves. Each caller keeps its own deadline."""
+"""The protocol `Clock`, the real clock, and a clock that a test moves. Each caller keeps its own deadline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ class Clock(Protocol):
         ...
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition`, held by the caller, is notified; return `False` after `timeout_s` (`None`: no limit).
-
-        As with any condition, the caller checks its state again.
-        """
+        """Wait until `condition`, held by the caller, is notified; `False`: `timeout_s` (`None`: no limit) is over."""
         ...
 
 
@@ -33,7 +30,7 @@ class RealClock:
         return time.monotonic()
 
     def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition` is notified or time is up; see `Clock.wait`."""
+        """Wait until `condition` is notified or the time is up; see `Clock.wait`."""
         return condition.wait(timeout_s)
 
 
@@ -72,7 +69,7 @@ class FakeClock:
         return deadline_s is None or self.now() < deadline_s
 
     def advance(self, duration_s: float) -> None:
-        """Move time, and wake the threads whose deadline passes."""
+        """Move the time forward, and wake the threads whose deadline has passed."""
         with self._lock:
             self._now_s += duration_s
             due = [

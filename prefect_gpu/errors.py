@@ -1,4 +1,4 @@
-"""The errors of this package, in a tree by who can act on them.
+"""The errors of this package, in a tree with the person or program that can act on each.
 
     PrefectGPUError
     ├── PolicyError            the author of the task: a tag is wrong or contradicts another
@@ -15,7 +15,7 @@
     ├── ReportError            the reader: the reports of a flow run cannot be read
     └── ProtocolError          this package: a message does not follow its protocol
 
-Exceptions that a task itself raises are not among them: they reach the flow unchanged.
+Exceptions that a task's body raises reach the flow unchanged, so the tree has none of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PolicyError(PrefectGPUError, ValueError):
 
     #: The tag or argument, as in `gpu:memory=8`.
     given: str
-    #: The fault of the tag.
+    #: The fault of the tag or argument.
     problem: str
     #: The accepted values.
     accepted: str
@@ -58,10 +58,10 @@ class PolicyError(PrefectGPUError, ValueError):
 
 
 class SettingError(PrefectGPUError, ValueError):
-    """An argument of `GPUTaskRunner` or `serve`, or a setting, cannot be read. The text names it and the accepted values."""
+    """A setting, or an argument of `GPUTaskRunner` or `serve`, cannot be read. The text has the accepted values."""
 
 
-#: In place of a type's name: the value cannot be unpickled, or there is not enough memory to send it.
+#: `ResultError.type_name` of a value that cannot be unpickled, or for which there is not enough memory.
 REBUILT = "value that cannot be rebuilt"
 NO_ROOM = "value that finds no memory"
 
@@ -123,7 +123,7 @@ class PlacementTimeoutError(PlacementError):
 
 
 class DeviceError(CapacityError):
-    """A driver or a device does not answer, is not there, or cannot be named so."""
+    """A driver or a device does not answer, is not there, or its name cannot be read."""
 
 
 @dataclass(eq=False, repr=False)
@@ -141,9 +141,8 @@ class FrameworkError(CapacityError):
 
 @dataclass(eq=False, repr=False)
 class NodeRefusedError(PrefectGPUError):
-    """The chosen devices of a node are not free any more; the task is placed again."""
+    """The chosen devices of a cluster's node are no longer free; the task is placed again."""
 
-    #: Name of the node.
     node: str
     #: The missing memory or device.
     problem: str
@@ -157,9 +156,8 @@ class ChildDiedError(PrefectGPUError):
     """The process of a task ended without an answer."""
 
     task_name: str
-    #: Process id of the child.
     pid: int
-    #: "was killed by SIGKILL", "ended with exit code 3".
+    #: How the process ended: "was killed by SIGKILL", "ended with exit code 3".
     how: str
     #: Last memory sample and possible causes, each worded as possible.
     detail: str = ""
@@ -195,7 +193,7 @@ class BudgetExceededError(PrefectGPUError):
     task_name: str
     #: Budget on the device, context included.
     budget_bytes: int
-    #: Memory of the process that the device showed.
+    #: Bytes of the process on the device, as read.
     seen_bytes: int
 
     def __str__(self) -> str:
@@ -214,7 +212,7 @@ class ProtocolError(PrefectGPUError):
 
 
 def short_text(error: BaseException) -> str:
-    """Return the type and the text of an error, also of one whose text fails."""
+    """Return the type and the text of an error, cut to 500 characters; no error in making the text is raised."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

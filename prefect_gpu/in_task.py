@@ -1,6 +1,6 @@
-"""Functions for a task's body: its allocation, and names for its phases, marks and steps.
+"""Functions that a task's body calls: for its allocation, and to name its phases, marks and steps.
 
-The child sets the allocation and the recorder before the body runs; `child.recorder` measures phases and steps.
+The child process sets the allocation and the recorder before the body runs; `child.recorder` measures phases and steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from prefect_gpu.units import format_bytes
 
-#: Characters that a name may have: it is printed in a table and on a chart.
+#: Most characters of a name, which is printed in tables and charts.
 LONGEST_NAME = 80
 
 
@@ -20,21 +20,21 @@ LONGEST_NAME = 80
 class Allocation:
     """The devices and the memory of the GPU task that the caller runs in."""
 
-    #: Bytes on each of its devices, the context included (the smallest, where they differ).
+    #: Budget on each of the task's devices, CUDA context included; the smallest, where the devices' budgets differ.
     budget_bytes: int
     #: Bytes that a framework's allocator may take; `None`: no cap is set.
     cap_bytes: int | None
     #: Number of the process among all processes of this task run, from 1.
     attempt: int
-    #: In the task's order: the framework's device 0 is the first.
+    #: UUIDs in the task's order: the first is the framework's device 0.
     device_uuids: tuple[str, ...]
     #: Frameworks whose adapters were applied, as named by tags or found in the task.
     frameworks: tuple[str, ...]
-    #: No other task of `prefect_gpu` is on its devices.
+    #: Whether no other task of `prefect_gpu` may use the task's devices.
     exclusive: bool = False
-    #: Names of the tasks, of all flows of the machine, that were on its devices when its process started.
+    #: Names of tasks, of all flows of the machine, that were on the task's devices when its process started.
     shared_with: tuple[str, ...] = ()
-    #: Ids of the requests of the GPU tasks around the caller, the outermost first and this task's own last.
+    #: Ids of the requests of nested GPU tasks around the caller, the outermost first and this task's own last.
     requests: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -61,18 +61,18 @@ def current_allocation() -> Allocation | None:
 
 
 def set_current_allocation(allocation: Allocation | None) -> None:
-    """Set the allocation of this process. For the child's start only."""
+    """Set the allocation of this process. Only the start of a child process calls it."""
     global _current
     _current = allocation
 
 
-#: In a standby that imports before its task is known: functions called that need the task.
+#: In a standby that imports before its task is known: called functions that need the task. `None`: not recorded.
 _asked_early: list[str] | None = None
 
 
 @contextmanager
 def before_the_task() -> Iterator[list[str]]:
-    """Yield a list of the functions of this module that are called while there is no task yet."""
+    """Yield a list to which a call of `current_allocation` in the `with` block adds its name: no task is known yet."""
     global _asked_early
     asked: list[str] = []
     _asked_early = asked
@@ -87,7 +87,7 @@ _recorder: Any = None
 
 
 def set_current_recorder(recorder: Any) -> None:
-    """Set the recorder of phases, marks and steps. For the child's start and end only."""
+    """Set this process's recorder of phases, marks and steps. Only the start and end of a child process call it."""
     global _recorder
     _recorder = recorder
 
@@ -98,10 +98,10 @@ def phase(name: str) -> AbstractContextManager[None]:
         with phase("forward"):
             loss = model(batch)
 
-    Phases may nest and repeat. The first name that occurs a second time begins a new step at each occurrence,
-    unless the body calls `step`. The report keeps the first three steps and the newest measured step (measuring
-    takes 1 % of the time at most). The device is not synchronised: seconds are CPU time, which a GPU lags
-    behind. Outside a GPU task the call does nothing.
+    Phases may nest and repeat. The first name that occurs a second time begins a new step at each occurrence, unless
+    the body calls `step`. The report keeps the first three steps and the newest measured step (measuring takes 1 % of
+    the time at most). The device is not synchronised, so a GPU may still be at work when a phase ends: seconds are
+    those of the CPU. Outside a GPU task the call does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
@@ -123,9 +123,9 @@ def _phase(name: str) -> Iterator[None]:
 
 
 def mark(name: str) -> None:
-    """Name a moment of the body: the report shows the allocated and reserved memory then.
+    """Name a moment of the body: the report shows the allocated and reserved memory at that moment.
 
-    The peaks are those since the last mark. For steps and seconds see `phase`. Outside a GPU task the call does nothing.
+    Peaks are since the last mark. For steps and seconds see `phase`. Outside a GPU task the call does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text.
@@ -138,22 +138,18 @@ def mark(name: str) -> None:
 def step() -> None:
     """End a step: call it at the end of each iteration of a training or inference loop.
 
-    Steps show the memory of a body after its first step, so that the next budget may be smaller than the memory of the
-    first step on an empty device. Outside a GPU task the call does nothing.
+    The memory after the first step is then known, so that the next budget may be smaller than the first step's memory
+    on an empty device. Outside a GPU task the call does nothing.
     """
     if _recorder is not None:
         _recorder.step()
 
 
 def report_metric(name: str, value: float) -> None:
-    """Report a result of the body, as in `report_metric("accuracy", 0.97)`: it is in the report and in leaderboards.
+    """Report a result of the body for the report and leaderboards, as in `report_metric("accuracy", 0.97)`.
 
-    Of several values of one name the last counts. A process that dies loses its values. Outside a GPU task the call
-    does nothing.
-
-    Args:
-        name: Name of the metric.
-        value: A number, or an argument of `float`: a tensor with one element.
+    `value` is anything that `float` accepts except text, such as a tensor with one element. The last value of a name
+    counts. A process that dies loses its values. Outside a GPU task the call does nothing.
 
     Raises:
         ValueError: The name is empty, longer than 80 characters or no text, or the value is no number.

@@ -1,6 +1,6 @@
-"""Measurements of one task process: its memory over time, its marks and phases, its steps and suspensions.
+"""Measurements of one task process: memory over time, marks and phases, steps, suspensions.
 
-The values have a bounded size for tasks of any length. Child and parent build them from their readings.
+Their size is bounded for tasks of any length. Child and parent build them from their own readings.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Most points of a `SeriesBuilder`. Four readings a second fill it in four minutes; from then on neighbouring
-#: points merge. A chart of 860 pixels cannot show more; a point takes about 200 bytes.
+#: Most points of a `SeriesBuilder`: four minutes of four readings a second, after which neighbouring points merge.
+#: A chart of 860 pixels cannot show more; a point takes about 200 bytes.
 SERIES_LIMIT = 1000
 
-#: Points of one process in a flow's report (2 kB): an outline in a bar a few hundred pixels wide.
+#: Points of one process in a flow's report (2 kB), which draws them in a bar a few hundred pixels wide.
 COMPACT_SAMPLES = 12
 
 
@@ -38,19 +38,16 @@ def largest(first: int | None, second: int | None) -> int | None:
 
 
 def merge(samples: Sequence[Sample], limit: int) -> tuple[Sample, ...]:
-    """Reduce a series to at most `limit` points (at least 2), in order of time; keep every maximum and the last reading.
-
-    A point that replaces several has the largest value of each kind and the time at which the process was largest.
-    """
+    """Reduce a series to at most `limit` points (2 or more), in order of time; keep all maxima and the last reading."""
     if len(samples) <= limit:
         return tuple(samples)
     *body, last = samples
-    # The last reading stays: it shows the memory of the process at its end.
     size = -(-len(body) // (limit - 1))
     return (*(_largest_of(body[i : i + size]) for i in range(0, len(body), size)), last)
 
 
 def _largest_of(group: Sequence[Sample]) -> Sample:
+    """Return one point with the largest value of each kind, and the time when the process was largest."""
     top = max(group, key=lambda s: (s.process_bytes or 0, s.live_bytes or 0, -s.at_s))
     process, live, reserved = top.process_bytes, top.live_bytes, top.reserved_bytes
     for sample in group:
@@ -63,8 +60,8 @@ def _largest_of(group: Sequence[Sample]) -> Sample:
 class SeriesBuilder:
     """Collects the readings of one process in bounded memory. For one thread.
 
-    Peaks, count and waste are exact, also after points were merged. `reserved_bytes`: the reservation on all devices of
-    the process together, for the waste.
+    Peaks, count and waste stay exact when points merge. `reserved_bytes`: reservation on all devices of the process
+    together, for the waste.
     """
 
     def __init__(self, reserved_bytes: int = 0, limit: int = SERIES_LIMIT) -> None:
@@ -74,7 +71,7 @@ class SeriesBuilder:
         self._wasted = 0.0
         self._until_s = 0.0
         self._used_bytes = 0
-        #: Readings taken.
+        #: Number of readings.
         self.count = 0
         #: Largest reading of each kind; `None`: no reading.
         self.peak_process_bytes: int | None = None
@@ -82,7 +79,7 @@ class SeriesBuilder:
         self.peak_reserved_bytes: int | None = None
 
     def add(self, sample: Sample) -> None:
-        """Add the next reading. A reading older than the last reading counts at the time of the last."""
+        """Add the next reading. For the waste, a reading older than the last one has the last one's time."""
         self.count += 1
         self.peak_process_bytes = largest(self.peak_process_bytes, sample.process_bytes)
         self.peak_live_bytes = largest(self.peak_live_bytes, sample.live_bytes)
@@ -98,7 +95,7 @@ class SeriesBuilder:
 
     @property
     def samples(self) -> tuple[Sample, ...]:
-        """Points that are kept, in order of time."""
+        """Return the kept points, in order of time."""
         return tuple(self._samples)
 
     def wasted_byte_seconds(self, until_s: float) -> float:
@@ -132,7 +129,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """Memory and time of a body's steps (`step()`, or phases and marks that repeat)."""
+    """Memory and time of a body's steps: calls of `step()`, or repeated phases and marks."""
 
     #: Steps that have ended.
     count: int
@@ -142,24 +139,24 @@ class StepFacts:
     steady_live_bytes: int | None = None
     #: Median seconds of the steps after the first; `None`: no such step.
     step_s: float | None = None
-    #: How often the allocator had to release its cache after the first step.
+    #: Number of times that the allocator had to release its cache after the first step.
     alloc_retries: int = 0
     #: Growth of the bytes allocated at the end of a step, per step; `None`: too few steps.
     growth_bytes: float | None = None
-    #: Whether the steps after the first took the same memory. `False`: inputs change size, or there was at most
-    #: one such step. A first step of a later run may then take as much as the largest.
+    #: Whether the steps after the first took the same memory. `False`: inputs change size, or there was at most one
+    #: such step. The first step of a later run may then take as much as the largest step.
     alike: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Suspension:
-    """One suspension of a process: its memory was on the host."""
+    """One suspension of a process, with its device memory on the host meanwhile."""
 
-    #: Monotonic seconds at which the suspension was begun, and at which the process ran again. In a report: seconds
+    #: Monotonic seconds of the suspension's begin, and of the moment when the process ran again. In a report: seconds
     #: since the placement of the task.
     begun_s: float
     ended_s: float
-    #: Seconds of the moves to the host and back.
+    #: Seconds of the move to the host, and of the move back.
     out_s: float
     in_s: float
     #: Bytes that were moved.
@@ -170,14 +167,14 @@ class Suspension:
 
     @property
     def seconds(self) -> float:
-        """Seconds for which the process did not run."""
+        """Return the seconds from the suspension's begin until the process ran again."""
         return self.ended_s - self.begun_s
 
 
 #: Number of steps, from the first, whose marks are kept.
 FIRST_STEPS = 3
 
-#: Number of newest steps whose marks are kept: the last complete step, and later marks, as of an evaluation.
+#: Number of newest steps whose marks are kept: the last complete step, and the marks after it, as of an evaluation.
 LAST_STEPS = 2
 
 #: Most marks of one step: a body whose names never repeat has one step only.
@@ -191,7 +188,7 @@ class MarkKeeper:
         self._by_step: dict[int, list[Mark]] = {}
 
     def add(self, *marks: Mark) -> None:
-        """Add marks."""
+        """Add marks; drop the marks of steps between the first and the newest steps."""
         for mark in marks:
             row = self._by_step.setdefault(mark.step, [])
             if len(row) < MARKS_PER_STEP:

@@ -1,7 +1,7 @@
 """Read the `gpu` tags of a task into a `GPUPolicy`, and build them with `gpu`.
 
-The table `_KEYS` has the reader and the accepted text of every tag, for the parser and its error messages.
-Whether a machine can satisfy a policy is not decided here: see `prefect_gpu.scheduling`.
+The table `_KEYS` has the reader and the accepted text of each tag, for the parser and its error messages.
+`prefect_gpu.scheduling` decides whether a machine can satisfy a policy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BYTES_LIMIT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class FrameworkShare:
-    """A framework that the policy applies to, and its share of the budget."""
+    """A framework to which the policy applies, and the framework's share of the budget."""
 
     #: One of `FRAMEWORKS`.
     name: str
@@ -43,7 +43,7 @@ class FrameworkShare:
 
 
 def read_memory(text: str) -> int | float:
-    """Read `6GiB` as bytes (`int`), `40%` as a fraction (`float`)."""
+    """Return the bytes (`int`) of a text such as `6GiB`, or the fraction (`float`) of `40%`; raise `ValueError`."""
     size = parse_size(text)
     if not 0 < size < _BYTES_LIMIT:
         raise ValueError(f"{text!r} is not more than zero and less than 8192TiB")
@@ -51,7 +51,7 @@ def read_memory(text: str) -> int | float:
 
 
 def read_wait(text: str) -> float:
-    """Read `10m` as seconds."""
+    """Return the seconds of a text such as `10m`; raise `ValueError` unless they are positive and finite."""
     seconds = parse_duration(text)
     if not 0 < seconds < math.inf:
         raise ValueError(f"{text!r} is not more than zero and finite")
@@ -59,7 +59,7 @@ def read_wait(text: str) -> float:
 
 
 def whole(least: int | None = None) -> Callable[[str], int]:
-    """Return a function that reads whole numbers of at least `least`."""
+    """Return a function that reads whole numbers of at least `least` (`None`: any) and raises `ValueError`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
@@ -71,7 +71,7 @@ def whole(least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-#: Common other names of keys and words, and their meaning. `difflib` does not find them as misspelt.
+#: Common other names of keys and frameworks, and their meaning. `difflib` finds only misspelt names.
 _OTHER_NAMES = {
     "mem": "memory",
     "vram": "memory",
@@ -82,7 +82,7 @@ _OTHER_NAMES = {
 
 
 def _hint(name: str, known: Mapping[str, str]) -> str:
-    """Return "; did you mean NAME?" or no text. `known`: the suggestion by each known name in lower case."""
+    """Return "; did you mean NAME?" for an unknown name, or no text. `known`: suggestions by lower-case name."""
     other = _OTHER_NAMES.get(name, "")
     if re.split(r"\W", other)[0] in known:
         return f"; did you mean {known.get(other, other)}?"
@@ -91,7 +91,7 @@ def _hint(name: str, known: Mapping[str, str]) -> str:
 
 
 def word(*words: str) -> Callable[[str], str]:
-    """Return a function that reads one of `words` in any case and returns it in this spelling."""
+    """Return a function that reads one of `words` in any case and returns it in the given spelling."""
     spelt = {word.lower(): word for word in words}
 
     def read(text: str) -> str:
@@ -107,7 +107,7 @@ _NODE = r"[A-Za-z0-9._#-]{1,255}"
 
 
 def read_devices(text: str) -> tuple[str, ...]:
-    """Read `0,gpu-2:1,GPU-1a` as indices, nodes with indices and UUID prefixes, in the order given."""
+    """Return the indices, nodes with indices and UUID prefixes of a text such as `0,gpu-2:1,GPU-1a`, in its order."""
     devices = []
     for device in (part.strip() for part in text.split(",")):
         if re.fullmatch(rf"({_NODE}:)?[0-9]{{1,9}}", device):
@@ -122,7 +122,7 @@ def read_devices(text: str) -> tuple[str, ...]:
 
 
 def read_nodes(text: str) -> tuple[str, ...]:
-    """Read `gpu-1,gpu-2` as names of nodes. Case matters, order does not."""
+    """Return the sorted names of nodes in a text such as `gpu-1,gpu-2`. Case matters."""
     nodes = [part.strip() for part in text.split(",")]
     for node in nodes:
         if not re.fullmatch(_NODE, node):
@@ -133,7 +133,7 @@ def read_nodes(text: str) -> tuple[str, ...]:
 
 
 def read_share(text: str) -> FrameworkShare:
-    """Read `torch` or `torch:70%`."""
+    """Return the framework and the share of a text such as `torch` or `torch:70%`; raise `ValueError`."""
     name, colon, share = (part.strip() for part in text.partition(":"))
     name = word(*FRAMEWORKS)(name)
     if not colon:
@@ -147,7 +147,7 @@ def read_share(text: str) -> FrameworkShare:
 
 
 def read_parameter(text: str) -> str:
-    """Read the name of a parameter. Case matters."""
+    """Return the name of a parameter, with its case; raise `ValueError` if the text is not an identifier."""
     if not text.isidentifier():
         raise ValueError(f"{text!r} is not a name of a parameter")
     return text
@@ -186,7 +186,7 @@ def format_number(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GPUPolicy:
-    """The parsed tags of a task, with defaults filled in. Hashable; `parse_tags` makes it."""
+    """The parsed tags of a task, with defaults for other tags; see `parse_tags`. Hashable."""
 
     #: Budget on each device, context included: bytes (`int`) or a fraction of the device's total (`float` in (0, 1]).
     #: `None`: no tag states a budget.
@@ -207,7 +207,7 @@ class GPUPolicy:
     exclusive: bool = False
     #: After an out-of-memory error: run again with more memory, or fail.
     oom: OnOutOfMemory = "escalate"
-    #: Reaction to a process that as a whole uses more than its budget.
+    #: Reaction to a process that uses more than its budget, memory outside frameworks included.
     enforce: Enforcement = "warn"
     #: Tasks of a higher priority start first.
     priority: int = 0
@@ -241,7 +241,7 @@ class GPUPolicy:
 
 
 def why_alone(policy: GPUPolicy) -> str | None:
-    """Return why a first run has a device to itself, as it must without a cap; `None`: it shares a device."""
+    """Return why a task's first run is alone on a device: `gpu:exclusive`, or no memory cap. `None`: it may share."""
     if policy.exclusive:
         return "gpu:exclusive"
     if "allocation" in policy.stated and policy.allocation != "limit":
@@ -270,7 +270,7 @@ def _meant(tag: str) -> str | None:
     budget_alone = re.fullmatch(r"(?is)\s*(?:memory|mem|vram)\s*[=:]\s*(.+)", tag)
     if budget_alone is not None and _is_budget(budget_alone[1]):
         return f"gpu:memory={budget_alone[1].strip()}"
-    # Like a GPU tag, with any separator.
+    # Text like a GPU tag, with any separator.
     found = re.fullmatch(r"(?is)\s*gpu(s?)\s*([\W_]*)(.*)", tag)
     if found is None:
         return None
@@ -302,20 +302,17 @@ def _is_budget(text: str) -> bool:
 
 
 def is_split_text(tags: Iterable[str]) -> bool:
-    """Return whether tags are the characters of one text with `gpu`, such as `tags="gpu"` in place of a list."""
+    """Return whether tags are the characters of a text with `gpu`, as if `tags="gpu"` was given in place of a list."""
     characters = {tag.lower() for tag in tags}
     return characters >= set("gpu") and all(len(each) == 1 for each in characters)
 
 
 def parse_tags(task_tags: Iterable[str], context_tags: Iterable[str] = ()) -> GPUPolicy | None:
-    """Return the policy that tags state.
+    """Return the policy that `gpu` tags state, ignoring other tags; `None`: there is no `gpu` tag.
 
     Args:
         task_tags: The task's own tags, from `@task` and `with_options`.
         context_tags: Tags of `prefect.tags` contexts around the submit, which take precedence for each key.
-
-    Returns:
-        The policy, or `None` if neither source has a `gpu` tag. Other tags are ignored.
 
     Raises:
         PolicyError: A tag cannot be read, is unknown or contradicts another.
@@ -361,7 +358,7 @@ def gpu(
     node: str | Sequence[str] | None = None,
     **unknown: NoReturn,
 ) -> list[str]:
-    """Return the tags of a GPU task, after checking them: `@task(tags=gpu(memory="6GiB"))`.
+    """Check and return the tags of a GPU task, as in `@task(tags=gpu(memory="6GiB"))`.
 
     An argument that is not given makes no tag.
 
@@ -378,16 +375,16 @@ def gpu(
         caching: `False` or `"off"` disables PyTorch's caching allocator, for memory checkers.
         exclusive: No other GPU task of any flow uses the task's devices at the same time.
         oom: After an out-of-memory error, `"escalate"` runs the body again with more memory and `"fail"` fails.
-        enforce: `"warn"` or `"kill"` when the process as a whole uses more than its budget.
+        enforce: `"warn"` or `"kill"` when the process uses more than its budget, memory outside frameworks included.
         priority: Of the tasks that are ready, those of a higher priority start first.
-        preemptible: Its GPU memory may be moved to the host while a task of a higher priority needs the device, or to
-            another device to make room. It loses no step. Without effect on a cluster.
+        preemptible: The task's GPU memory may be moved to the host while a task of a higher priority needs the device,
+            or to another device to make room. The task loses no step. Without effect on a cluster.
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own. Values are numbers,
             text, booleans, `None`, enums, paths, and tuples or lists of these.
         node: On a cluster: only the nodes of these names.
-        **unknown: Refused, with the argument that was probably meant.
+        **unknown: Refused with a `PolicyError` that suggests a known argument.
 
     Returns:
         The tags, `gpu` first, with the values as given.
@@ -440,7 +437,7 @@ def gpu(
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """One row of the table: a key and its reader. The README has the meaning of each key."""
+    """One row of the table `_KEYS`: a key and its reader. The README has the meaning of each key."""
 
     #: Name as in `gpu:NAME=`.
     name: str
@@ -473,7 +470,7 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
         try:
             value = key.read(text)
         except (ValueError, OverflowError) as error:
-            # Its cause would repeat the text.
+            # As the cause, the error would repeat its text.
             raise PolicyError(tag, str(error), key.accepted) from None
         if key.repeats:
             values[name] = tuple(sorted({*values.get(name, ()), value}, key=str))
@@ -490,7 +487,7 @@ def _read_source(tags: Iterable[str]) -> dict[str, Any]:
 
 
 def _find(tag: str, name: str) -> _Key:
-    """Return the row of a key."""
+    """Return the row of a key, or raise `PolicyError` with a suggestion."""
     head, _, option = name.partition(".")
     if name not in _BY_NAME and head == "alloc":
         raise _unknown(tag, "allocator option", option, "alloc.", ALLOCATOR_OPTIONS)
@@ -585,7 +582,7 @@ _KEYS = (
     ),
 )
 _BY_NAME = {key.name: key for key in _KEYS}
-#: Fields of `GPUPolicy` with another name than their key.
+#: Fields of `GPUPolicy` with another name than their key, by key.
 _FIELDS = {"device": "devices", "node": "nodes", "framework": "frameworks", "wait": "wait_s"}
 #: Names of PyTorch's allocator options.
 ALLOCATOR_OPTIONS = tuple(name[6:] for name in _BY_NAME if name.startswith("alloc."))

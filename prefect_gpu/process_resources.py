@@ -1,6 +1,6 @@
-"""Shared objects of a process, its one fork hook, and the start of its threads.
+"""Objects that exist once in a process, its one fork hook, and the start of its threads.
 
-The broker, the launcher and the pools exist once in a process. A fork of the process begins without them.
+The broker, the launcher and the pools are such objects. A fork of the process begins without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Lock(Protocol):
-    """A lock or a reentrant lock."""
+    """A `threading.Lock` or `RLock`."""
 
     def acquire(self) -> bool:
         """Wait for the lock."""
@@ -33,14 +33,14 @@ class Lock(Protocol):
 
 
 class ProcessResources:
-    """The shared objects of one process. Safe to use from several threads."""
+    """The objects that exist once in a process. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Locks by key, held while the key's object is made: a broker may wait for its driver, other keys must not.
+        #: Locks by key, held while the key's object is made: a new broker may wait for its driver, other keys must not.
         self._making: dict[Hashable, threading.RLock] = {}
         self._shared: dict[Hashable, Any] = {}
-        #: Resets in a fork of the process, by object. Objects are not kept alive.
+        #: Functions that reset an object in a fork, by object. Objects are not kept alive.
         self._in_fork: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = (
             weakref.WeakKeyDictionary()
         )
@@ -57,10 +57,8 @@ class ProcessResources:
         )
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the object of a key; make it if needed, under a lock of the key.
-
-        `make` may ask for the object of another key. After its exception the next caller tries again.
-        """
+        """Return a key's object; the first caller makes the object. If `make` raises, the next caller tries again."""
+        # Each key has a lock of its own: `make` may ask for the object of another key.
         with self._lock:
             making = self._making.setdefault(key, threading.RLock())
         with making:
@@ -70,12 +68,10 @@ class ProcessResources:
             return cast("T", found)
 
     def quiet_at_fork(self, owner: T, lock: Callable[[T], Lock]) -> None:
-        """Hold a lock of an object during each fork of this process.
+        """Hold a lock of `owner`, which `lock(owner)` returns, during each fork of this process.
 
-        Args:
-            owner: The object, which is not kept alive. Its reset, see `after_fork`, makes a new lock.
-            lock: Returns the lock. It must not refer to `owner`. Code under the lock ends soon and takes no other of
-                these locks.
+        `owner` is not kept alive, so `lock` must not refer to `owner`. The reset in the fork (`after_fork`) makes a new
+        lock. Code under the lock must end soon, and take no other lock that is held during forks.
         """
         self._quiet[owner] = lock
 
@@ -90,12 +86,10 @@ class ProcessResources:
             self._held.pop().release()
 
     def after_fork(self, owner: T, reset: Callable[[T], object]) -> None:
-        """Call `reset(owner)` in every fork of this process, for as long as `owner` lives.
+        """Call `reset(owner)` in each fork of this process: for objects with threads, locks, descriptors or processes.
 
-        Args:
-            owner: An object with threads, locks, descriptors or processes of the parent. It is not kept alive.
-            reset: A function of the owner's class, not a bound method: it must not refer to `owner`. Locks of
-                `owner` may be held by threads that do not exist in the fork.
+        `owner` is not kept alive, so `reset` must not refer to `owner`: it is a function of the class, not a bound
+        method. Locks of `owner` may be held by threads that do not exist in the fork.
         """
         self._in_fork[owner] = reset
 
@@ -107,7 +101,7 @@ class ProcessResources:
             try:
                 reset(owner)
             except Exception:
-                # The edge of a process: the other objects must be reset too.
+                # The other objects must be reset all the same.
                 logger.exception("%r cannot begin anew in a fork", type(owner).__name__)
         self._shared.clear()
 
@@ -134,8 +128,7 @@ def read_own_bytes(name: str) -> int:
 def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -> threading.Thread:
     """Start a thread and return it. The interpreter does not wait for a `daemon` at its exit.
 
-    Raises:
-        CapacityError: The system starts no more threads. The text names the limit; a later call may succeed.
+    Raises `CapacityError` if the system starts no more threads. The text names the limit; a later call may succeed.
     """
     thread = threading.Thread(target=target, name=name, daemon=daemon)
     try:
@@ -149,11 +142,7 @@ def start_thread(target: Callable[[], object], name: str, daemon: bool = True) -
 
 
 def run_uninterrupted(call: Callable[[], object], name: str) -> None:
-    """Run a call that ends soon to its end, on a thread of its own, also if Ctrl-C is pressed meanwhile.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was pressed. The call has ended.
-    """
+    """Run a short call to its end on another thread; if Ctrl-C is pressed meanwhile, raise `KeyboardInterrupt` then."""
     claim, done = threading.Lock(), threading.Event()
 
     def run() -> None:
@@ -183,7 +172,7 @@ def run_uninterrupted(call: Callable[[], object], name: str) -> None:
 
 
 def describe_process_limit() -> str:
-    """Return a clause that names the user's limit of processes and threads."""
+    """Return a clause for error messages with the user's limit of processes and threads."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY:
         return "the user's limit of processes and threads (ulimit -u) is not set: a container may have one"

@@ -1,6 +1,6 @@
 """Settings of the runner, `PREFECT_INTEGRATIONS_GPU_*`, by Prefect's convention for integrations.
 
-They come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile, like Prefect's own settings.
+Like Prefect's own settings, they come from the environment, `.env`, `prefect.toml`, `pyproject.toml` or a profile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
 
 
 def _word(otherwise: str) -> WrapValidator:
-    """Return a validator that ignores case and outer spaces and has one message for all errors."""
+    """Return a validator that ignores case and outer spaces; its only error says that a value is `otherwise`."""
 
     def read(value: object, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -67,7 +67,7 @@ StartMethod = Annotated[
 
 
 class GPUSettings(PrefectBaseSettings):
-    """Defaults of every `GPUTaskRunner`. Its own arguments take precedence."""
+    """Defaults of every `GPUTaskRunner`. The runner's arguments take precedence."""
 
     model_config: ClassVar[PrefectSettingsConfigDict] = build_settings_config(
         ("integrations", "gpu")
@@ -159,11 +159,7 @@ class GPUSettings(PrefectBaseSettings):
 
 
 def read_settings(**given: Any) -> GPUSettings:
-    """Return the settings of this process. `given`: arguments of a runner, which take precedence.
-
-    Raises:
-        SettingError: A setting cannot be read, or contradicts another.
-    """
+    """Return the settings, overridden by `given` arguments of a runner; `SettingError`: unreadable or contradictory."""
     try:
         return GPUSettings(**given)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""`GPUTaskRunner`: Prefect's contract of a task runner, and nothing else.
+"""`GPUTaskRunner`, the part of the runner that Prefect calls. `runner.active_runner` does the work.
 
-A task with a `gpu` tag runs in a process of its own, with Prefect's engine in a thread here; other tasks run in
-a thread, as under Prefect's default runner. `runner.active_runner` does the work of an entered runner.
+A task with a `gpu` tag runs in a process of its own, with Prefect's engine in a thread of the flow's process; other
+tasks run in a thread, as under Prefect's default runner.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory holds.
         headroom: Memory kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
-        standby: Processes started ahead of their tasks, with Prefect, the framework and the task's modules
-            imported: `"auto"`, or at most so many; 0 starts none.
-        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`, for many short tasks: it is
-            forked from a process that has imported Prefect, NumPy and, for tasks that use it, PyTorch, and has
-            done nothing else. Other frameworks are refused under it, and no standbys are started.
+        standby: Most processes started ahead of their tasks, with Prefect, the framework and the task's modules
+            imported: `"auto"` or a number; 0: none.
+        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`, for many short tasks: each process
+            is forked from a process that has only imported Prefect, NumPy and, for tasks that use it, PyTorch. Tasks of
+            other frameworks are refused, and no standbys are started.
         memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, with
             stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of memory. `None`: no snapshots.
         address: Ray cluster whose devices are used in place of this machine's: `"auto"`, `"host:port"` or
@@ -53,9 +53,9 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             reserved, and all devices of the nodes are used.
 
     Raises:
-        DeviceError: `devices` cannot be read, or the platform has no sessions of processes, or no `forkserver`
+        DeviceError: `devices` cannot be read, or the platform has no process groups (Windows), or no `forkserver`
             (all but Linux).
-        SettingError: Another argument cannot be read, or contradicts one.
+        SettingError: Another argument cannot be read, or two arguments contradict each other.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         }
         given = {name: value for name, value in given.items() if value is not None}
         settings = read_settings(**given)
-        # Pickled with the flow: plain values only.
+        # The configuration is pickled with the flow, so it has plain values only.
         self._configuration = Configuration(
             devices=parse_spec(settings.devices if devices is None else devices),
             headroom_bytes=settings.headroom,
@@ -105,7 +105,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 'here: start_method="spawn"'
             )
         shown = given if devices is None else {"devices": devices, **given}
-        #: Arguments, for `repr`.
+        #: The given arguments, for `repr`.
         self._shown = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         self._run: ActiveRunner | None = None
 
@@ -137,8 +137,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         return self
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
-        """Wait for running tasks; if the flow failed or was cancelled, end them at once."""
-        # Running tasks may submit others until all have ended.
+        """Wait for running tasks; if the flow failed or was cancelled, end the tasks at once."""
+        # Running tasks may submit other tasks until all have ended.
         try:
             if self._run is not None:
                 goes_on = flow_run_goes_on(self._run.flow, self)
@@ -157,7 +157,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         """Start Prefect's engine for a task in a thread; return at once.
 
         A wrong tag, or a request that the machine cannot satisfy, fails the task run, not this call. The engine resolves
-        futures among the `parameters`, waits for `wait_for`, and records `dependencies` as further inputs.
+        futures in `parameters`, waits for `wait_for`, and records `dependencies` as further inputs.
         """
         if not self._started or self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")
@@ -166,12 +166,10 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def submit_background(
         self, task: Task[..., Any], arguments: Mapping[str, Any], around: set[str]
     ) -> Future[State[Any]] | None:
-        """Run an existing background task run; return the future of its final state, `None` for a task without a `gpu` tag.
+        """Start an existing background task run; return the future of its final state. `None`: `task` has no `gpu` tag.
 
-        Args:
-            task: The task, with the tags of its run.
-            arguments: Other arguments of Prefect's engine, among them the task run.
-            around: Tags of `prefect.tags` contexts around the call of `delay`.
+        `task` has the tags of its run. `arguments` are the other arguments of Prefect's engine, with the task run.
+        `around` has the tags of `prefect.tags` contexts around the call of `delay`.
         """
         if self._run is None:
             raise RuntimeError("the task runner must be started before tasks are submitted")

@@ -1,6 +1,6 @@
 """`serve`: Prefect's background tasks (`task.delay()`) with a GPU task runner.
 
-Prefect's task worker fetches the task runs, reads their parameters and respects `limit`. `GPUTaskWorker` passes task runs
+Prefect's task worker fetches task runs, reads their parameters and respects `limit`. `GPUTaskWorker` passes task runs
 of GPU tasks to a task runner. Checked against Prefect 3.6.20, 3.8.8 and 3.9.1.
 """
 
@@ -41,7 +41,7 @@ class _Service:
         self._cancel: Callable[[], object] | None = None
 
     async def fetch(self, subscribe: Coroutine[Any, Any, None]) -> None:
-        """Let Prefect's worker fetch task runs until the time is over, or until `stop`."""
+        """Await the worker's subscription, which fetches task runs; cancel it after the time limit or by `stop`."""
         # Only the subscription is cancelled. Prefect would also cancel the task runs, and log an error for each.
         with anyio.move_on_after(self._timeout_s) as scope:
             loop = asyncio.get_running_loop()
@@ -56,7 +56,7 @@ class _Service:
                     self._cancel = None
 
     def stop(self) -> None:
-        """Fetch no more task runs. From any thread."""
+        """Cancel the subscription, from any thread: no more task runs are fetched."""
         with self._lock:
             self._stopped = True
             if self._cancel is not None:
@@ -73,7 +73,7 @@ class GPUTaskWorker(TaskWorker):
         self._service = service
         self._asynchronous = {each.task_key for each in self.tasks if each.isasync}
         for served in self.tasks:
-            # Copies. Prefect's worker submits synchronous task runs to its executor.
+            # These are copies. Prefect's worker submits only synchronous task runs to its executor.
             served.isasync = False
         self._executor = _Executor(limit, self._start)
 
@@ -85,7 +85,7 @@ class GPUTaskWorker(TaskWorker):
     def _start(
         self, task: Task[..., Any], task_run: TaskRun, **engine: Any
     ) -> Future[State[Any]] | None:
-        """Start a background task run, in the worker's event loop; `None`: it is to run in a thread."""
+        """Start a background task run from the worker's event loop; `None`: the executor is to run it."""
         own, around = run_tags(task, task_run, engine.get("context"))
         called, of_run = copy.copy(task), copy.copy(task)
         of_run.tags = own
@@ -99,7 +99,7 @@ class GPUTaskWorker(TaskWorker):
 
 
 class _Executor(ThreadPoolExecutor):
-    """The threads of a worker. `start` starts a task run without a thread, or returns `None`."""
+    """The threads of a worker. `start` starts a task run without a thread; `None`: the task run needs a thread."""
 
     def __init__(self, limit: int | None, start: Callable[..., Future[State[Any]] | None]) -> None:
         super().__init__(max_workers=limit or None)
@@ -114,10 +114,10 @@ class _Executor(ThreadPoolExecutor):
 def run_tags(
     task: Task[..., Any], task_run: TaskRun, context: dict[str, Any] | None
 ) -> tuple[set[str], set[str]]:
-    """Return the tags of a background task run: tags of the task, and tags of `prefect.tags` contexts around `delay`.
+    """Return the tags of a background run's task, and the tags of `prefect.tags` contexts around its call of `delay`.
 
-    The task run has both kinds, and the tags of the flow run that called `delay`. The caller may have changed the tags of
-    the served task (`with_options`). Prefect has serialised the `context` of the call; `None`: it had no parameters.
+    The task run has both kinds, and the tags of the flow run that called `delay`. The caller may have changed the tags
+    of the served task (`with_options`). `context` was serialised by Prefect; `None`: the call had no parameters.
     """
     of_run, of_task = set(task_run.tags), set(task.tags)
     if context is None:
@@ -136,10 +136,10 @@ def serve(
 ) -> Coroutine[Any, Any, None] | None:
     """Serve tasks in the background, as `prefect.task_worker.serve` does, and run each GPU task in its own process.
 
-    Other programs call the tasks with `task.delay(...)`. GPU tasks wait in one queue with the GPU tasks of all
-    flows on the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`. `serve` returns
-    after `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM it ends the processes of GPU tasks,
-    whose task runs become `Crashed`, and waits for other tasks.
+    Other programs call the tasks with `task.delay(...)`. GPU tasks wait in one queue with the GPU tasks of all flows on
+    the machine. Tasks without a `gpu` tag run in this process, as under Prefect's `serve`. `serve` returns after
+    `timeout`, once all begun task runs have ended. At Ctrl-C and SIGTERM, `serve` ends the processes of GPU tasks
+    (their task runs become `Crashed`), and waits for other tasks.
 
     Args:
         *tasks: At least one task, made with `@task`.
@@ -171,7 +171,7 @@ def serve(
 async def _run_worker(
     tasks: tuple[Task[..., Any], ...], limit: int | None, port: int | None, service: _Service
 ) -> None:
-    """Run a worker, and Prefect's page about it, as `prefect.task_worker.aserve` does."""
+    """Run a worker, and Prefect's page about the worker (`port`), as `prefect.task_worker.aserve` does."""
     worker, page = GPUTaskWorker(tasks, limit, service), None
     if port is not None:
         where: dict[str, Any] = {"host": "127.0.0.1", "port": port}
@@ -214,10 +214,8 @@ def _served(
     runner: GPUTaskRunner,
     timeout_s: float | None,
 ) -> Iterator[Future[None]]:
-    """Run Prefect's task worker beside a `with` block, and yield a future that is done when the worker has ended.
-
-    The worker has a thread and an event loop of its own: in the caller's loop it would delay signals.
-    """
+    """Run Prefect's task worker during a `with` block; yield a future that is done when the worker has ended."""
+    # The worker has a thread and an event loop of its own: in the caller's loop it would delay signals.
     with (
         capture_sigterm(),
         ThreadPoolExecutor(1, "prefect-gpu-task-worker") as thread,
@@ -228,6 +226,6 @@ def _served(
         try:
             yield ended
         except BaseException:
-            # First, or the worker would fetch another task run for each one that the runner ends.
+            # Before the runner ends task runs: for each, the worker would fetch another.
             service.stop()
             raise

@@ -1,4 +1,4 @@
-"""Simulated devices and a clock that can be moved, for tests and for trying out a schedule.
+"""Simulated devices and a clock that a test moves, for tests and for trying out a schedule.
 
     @flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("2x24GiB")))
 
@@ -32,7 +32,7 @@ class _Tally:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: UUID to bytes allocated now, and to the most bytes allocated at once.
+        #: Bytes allocated now, and most bytes allocated at once, by UUID.
         self._live: dict[str, int] = {}
         self._peak: dict[str, int] = {}
         self._retries = 0
@@ -75,17 +75,17 @@ _tally = _Tally()
 
 
 def tally() -> Counters | None:
-    """Return this process's allocations on simulated devices, as a framework's counters. `None`: no allocation so far."""
+    """Return this process's allocations on simulated devices as a framework's counters; `None`: no allocation yet."""
     return _tally.counters()
 
 
 def begin_trace() -> EndTrace | None:
-    """Trace this process's allocations on simulated devices, one trace at a time. `None`: no allocation so far."""
+    """Trace this process's peak on simulated devices, one trace at a time. `None`: no allocation yet."""
     return _tally.begin_trace()
 
 
 def note_allocation_retry() -> None:
-    """Count an allocation as successful only after a release of the cache, as under a cap that is too low."""
+    """Count an allocation that succeeded only after the cache was released, as under a cap that is too low."""
     _tally.count_retry()
 
 

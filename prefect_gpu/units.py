@@ -1,4 +1,4 @@
-"""Bytes and seconds, to and from text: the sizes and durations of tags and messages."""
+"""Conversion of bytes and seconds to and from text, for tags and messages."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _split(text: str) -> tuple[float, str] | None:
 
 
 def _parse(text: str, units: Mapping[str, float], usual: str, what: str) -> float:
-    """Read a number with one of some units, of which `usual` is the one to suggest."""
+    """Return the value of a number with one of the `units`; the error for a missing unit suggests `usual`."""
     parts, given = _split(text), text.strip()
     if parts is None:
         raise ValueError(f"{given!r} is not a number with a unit")
@@ -56,7 +56,7 @@ def _parse(text: str, units: Mapping[str, float], usual: str, what: str) -> floa
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes, rounded down, of a size such as `6GiB` or `1.5 gb`; raise `ValueError` with the reason."""
+    """Return the bytes of a size such as `6GiB` or `1.5 gb`, rounded down; raise `ValueError` with the reason."""
     size = int(_parse(text, UNIT_BYTES, "GiB", "bytes"))
     if not size:
         raise ValueError(f"{text.strip()!r} is less than a byte")
@@ -64,11 +64,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> int | float:
-    """Return the bytes (`int`) of a size, or the fraction (`float`) of a percentage in (0, 100] such as `40%`.
-
-    Raises:
-        ValueError: The text is neither. The message says why.
-    """
+    """Return the bytes (`int`) of a size, or the fraction (`float`) of a percentage in (0, 100]; raise `ValueError`."""
     parts = _split(text)
     if parts is not None and parts[1] == "%":
         if not 0 < parts[0] <= 100:
@@ -97,7 +93,7 @@ def format_bytes(size_bytes: int | float | None) -> str:
 
 
 def readable_size(size_bytes: float) -> str:
-    """Return a size rounded up to a short text: `2.1GiB`, `37GiB`, `320MiB`."""
+    """Return a size as short text, rounded up: `2.1GiB`, `37GiB`, `320MiB`."""
     if size_bytes > 992 * MIB:
         step = 0.1 if size_bytes <= 10 * GIB else 0.5 if size_bytes <= 32 * GIB else 1
         # Counted in whole steps first, so that 2.1 does not become 2.1000000000000001.
@@ -107,7 +103,7 @@ def readable_size(size_bytes: float) -> str:
 
 
 def size_in_tag(size_bytes: float, most_bytes: int | None) -> str:
-    """Return a size for a `gpu:memory` tag; `100%` above the most that a device can give (`None`: unknown)."""
+    """Return a size as text for a `gpu:memory` tag: `100%` if it exceeds a device's `most_bytes` (`None`: unknown)."""
     text = readable_size(size_bytes)
     return text if most_bytes is None or parse_bytes(text) <= most_bytes else "100%"
 

@@ -1,3 +1,3 @@
-"""The version of this package, for the parts of it that run on other machines too."""
+"""The version of this package. Parts of the package on other machines compare it with their own."""
 
 VERSION = "0.1.0"

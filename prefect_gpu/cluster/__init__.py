@@ -1,12 +1,10 @@
-"""The runner of this package over all devices of a Ray cluster.
-
-A flow and the nodes:
+"""Task runs on the devices of all nodes of a Ray cluster.
 
     flow's process                                   each node with devices
     --------------                                   ----------------------
     `Broker` over `flow_side.ClusterReader`          `node_agent.NodeAgent`, a Ray actor:
       chooses node, device and budget        ───▶      an ordinary `Broker` of the node, on the node's
-    `flow_side.ClusterLauncher`                        ledger, confirms what was chosen, or refuses it;
+    `flow_side.ClusterLauncher`                        ledger, confirms the choice, or refuses it;
       sends the launch, hears messages       ◀───      its launcher, guardian and readings of devices
 
 - `wire`: the values that travel between flow and nodes.

@@ -1,6 +1,6 @@
-"""Standbys on the nodes of a cluster.
+"""Standbys (processes started ahead of their tasks) on the nodes of a cluster.
 
-A task's node is not known before placement, so all nodes are told the same numbers of expected tasks. Each node decides
+The node of a task is not known before placement, so all nodes get the same numbers of expected tasks. Each node decides
 how many standbys it keeps, as on one machine.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ExpectedTasks:
-    """Counts the tasks that a flow has submitted and not started. Any thread may use it."""
+    """Counts a flow's submitted tasks that have no process yet, by kind of standby. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,14 +33,14 @@ class ExpectedTasks:
         self._changed: set[Kind] = set()
 
     def add(self, kind: Kind, policy: FrameworkPolicy, number: int) -> None:
-        """Add a number of tasks of a kind; a negative number removes tasks."""
+        """Change the count of a kind's tasks by a number, which may be negative."""
         with self._lock:
             self._counts[kind] += number
             self._policies[kind] = policy
             self._changed.add(kind)
 
     def take(self, everything: bool = False) -> tuple[Expect, ...]:
-        """Return the numbers that changed since the last call; `everything`: all except 0, for a new node."""
+        """Return the counts that changed since the last call; `everything`: all counts except 0, for a new node."""
         with self._lock:
             kinds = set(self._counts) if everything else self._changed
             found = tuple(
@@ -56,7 +56,7 @@ class ExpectedTasks:
 
 
 class ClusterAnnouncement:
-    """A task that was submitted to a cluster, expected until its first process starts: the `Launcher` of the task."""
+    """The `Launcher` of one task on a cluster. The task counts as expected until its first process starts."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class ClusterAnnouncement:
         return self._launcher.start(spec, listener, Expect(self._kind, self._policy, 0))
 
     def retract(self) -> None:
-        """Count the task no longer; without effect the second time."""
+        """Remove the task from the expected tasks; a second call does nothing."""
         with self._lock:
             if not self._counted:
                 return
@@ -103,7 +103,7 @@ class NodeStandbys:
         self._here: dict[Kind, Kind] = {}
 
     def expect(self, command: Expect) -> None:
-        """Keep standbys for the expected number of tasks."""
+        """Keep a standby for each expected task of a kind, at most `most` for the kind."""
         with self._lock:
             announced = self._announced.setdefault(command.kind, [])
             wanted = min(command.count, self.most)
@@ -115,13 +115,13 @@ class NodeStandbys:
                 del self._announced[command.kind]
 
     def launcher_for(self, expected: Expect | None) -> Launcher:
-        """Return the launcher of a task: an announcement, if standbys are kept."""
+        """Return a task's launcher: an announcement in the standby pool or, without standbys, of fresh processes."""
         with self._lock:
             if expected is None or not self.most:
                 return self._fresh
             if announced := self._announced.get(expected.kind):
                 return announced.pop()
-            # Placed before it was announced. A standby of an earlier task may wait.
+            # The task was placed before it was announced. A standby of an earlier task may wait.
             return self._announce(expected)
 
     def _announce(self, expected: Expect) -> Announcement:
@@ -132,7 +132,7 @@ class NodeStandbys:
         return self._pool.announce(here)
 
     def ready(self) -> Mapping[str, int]:
-        """Return how many standbys wait for a task, if any, by the key of the flow's kind."""
+        """Return the numbers of waiting standbys by the key of the flow's kind, without zeros."""
         found = self._pool.ready_by_kind
         with self._lock:
             return {kind.key: found[here] for kind, here in self._here.items() if found[here]}

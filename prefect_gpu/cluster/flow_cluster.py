@@ -1,4 +1,4 @@
-"""A cluster for a runner: a broker over all nodes, and the launcher of its tasks' processes there."""
+"""A runner's connection to a cluster: a broker over all nodes, and a launcher of processes on them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,14 @@ from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot, Request
 
+#: Seconds that `read_cluster` waits for the first readings of all devices.
 READING_S = 5.0
 
 
 def read_cluster(
     address: str, settings: NodeSettings
 ) -> tuple[tuple[DeviceSnapshot, ...], Mapping[str, str]]:
-    """Read the devices of all nodes once; see `FlowCluster`.
-
-    Returns:
-        A snapshot of each device, and the reason for each node that is set aside.
-    """
+    """Return a snapshot of each device of a cluster, and why nodes are not used, by name; raise as `FlowCluster`."""
     cluster = Cluster(address, settings)
     with _at_the_root():
         cluster.open()
@@ -49,7 +46,7 @@ def read_cluster(
 
 @contextlib.contextmanager
 def _at_the_root() -> Iterator[None]:
-    """Connect from `/`: Ray's workers search the connecting program's folder first, which is for flows."""
+    """Set the working folder to `/` meanwhile: Ray's workers import from the connecting program's folder first."""
     folder = working_folder()
     os.chdir("/")
     try:
@@ -62,13 +59,13 @@ def _at_the_root() -> Iterator[None]:
 def wanted_gpus(
     waiting: Sequence[Request], capacities: Mapping[Device, int], max_tasks: int
 ) -> list[int]:
-    """Return numbers of GPUs, each of one node. Tasks of known need share GPUs of the smallest capacity in bytes."""
+    """Return how many GPUs waiting requests need, as numbers of GPUs on one node. Requests of known need share GPUs."""
     smallest = min(capacities, key=capacities.__getitem__)
     gpus, shared = list[int](), 0.0
     for request in waiting:
         need_bytes = request.need_bytes(smallest)
         if request.nodes or not all(name.isdecimal() for name in request.devices):
-            # The request waits for nodes that are there.
+            # The request names nodes or devices, which are in the cluster.
             continue
         if need_bytes is None or request.exclusive or request.count > 1:
             gpus.append(request.count)
@@ -79,10 +76,9 @@ def wanted_gpus(
 
 
 class FlowCluster:
-    """The connection of one runner to a cluster, until `close`. Arguments are those of `GPUTaskRunner`.
+    """The connection of one runner to a Ray cluster, until `close`. For the arguments see `GPUTaskRunner`.
 
-    Raises:
-        DeviceError: There is no cluster at the address, or none of its nodes has a device.
+    Raises `DeviceError` if there is no cluster at the address, or none of its nodes has a device.
     """
 
     def __init__(
@@ -118,9 +114,9 @@ class FlowCluster:
         return wanted_gpus(waiting, self.broker.capacities(()), self._max_tasks) if waiting else []
 
     def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
-        """Ask the nodes to keep a standby for a submitted task, whose policy has no devices and no budget."""
+        """Announce a submitted task to the nodes and return its launcher; `policy`: without devices and budget."""
         return ClusterAnnouncement(self.launcher, self._cluster.expected, kind, policy)
 
     def close(self) -> None:
-        """End the agents and their processes, and the connection if it was made here."""
+        """End the agents and their processes, and Ray's connection unless the program had it before."""
         self._cluster.close()

@@ -1,4 +1,4 @@
-"""The nodes of a cluster from the flow's side: their devices, reservations and processes.
+"""The nodes of a cluster, as the flow's process sees them: their devices, reservations and processes.
 
 `ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that includes other flows'
 reservations, and `ClusterLauncher` starts processes on the node of a placement. All three read `Nodes`.
@@ -46,10 +46,10 @@ SILENT_S = 2.0
 
 
 class Agent(Protocol):
-    """The agent of one node, for the flow."""
+    """A node's agent, as the flow calls it."""
 
     def tell(self, commands: Sequence[wire.Command]) -> None:
-        """Send commands, in order; return at once. An agent that is gone ignores them."""
+        """Send commands, in order; return at once. They are lost if the agent is gone."""
 
 
 @dataclass(eq=False)
@@ -59,21 +59,21 @@ class Node:
     name: str
     agent: Agent
     facts: wire.NodeFacts
-    #: The flow runs on this node, so values of its tasks do not travel.
+    #: Whether the flow runs on this node, so that values of its tasks need not travel.
     near: bool = False
     reading: Reading = field(default_factory=lambda: Reading(0.0, (), 0))
     #: Monotonic seconds of this process when the last news came.
     heard_s: float = field(default_factory=time.monotonic)
     live_bytes: Mapping[int, int] = field(default_factory=dict)
-    #: Difference of this process's clock to the node's in seconds: the least, which includes the shortest transfer.
+    #: Seconds to add to the node's clock for this process's: the least seen, which includes the shortest transfer.
     ahead_s: float = float("inf")
-    #: Peaks on simulated devices by process id, until they are read.
+    #: Peak bytes and number of simulated devices by process id, until they are read.
     peaks: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: Numbers of waiting standbys, by the key of their kind.
     standbys: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, reading: Reading) -> None:
-        """Replace the node's reading. A device with unchanged figures keeps its last snapshot, and thereby its time."""
+        """Replace the node's reading. Snapshots of devices with unchanged figures stay, with their time."""
         last = {snapshot.device.uuid: snapshot for snapshot in self.reading.snapshots}
         kept = []
         for new in reading.snapshots:
@@ -83,7 +83,7 @@ class Node:
 
 
 class Nodes:
-    """All nodes with devices, and the flow's processes there. Any thread may use it."""
+    """All nodes of a cluster with devices, and the flow's processes on them. Any thread may use it."""
 
     def __init__(self, store: wire.ObjectStore) -> None:
         self.store = store
@@ -94,12 +94,12 @@ class Nodes:
         self.on_others: Callable[[str, Mapping[str, Entry]], None] = lambda node, entries: None
 
     def all(self) -> tuple[Node, ...]:
-        """Return the nodes: the flow's own first, since placement takes the first of equal devices, then by age."""
+        """Return the nodes as they joined, the flow's own first: placement chooses the first of equal devices."""
         with self._lock:
             return tuple(self._nodes.values())
 
     def join(self, node: Node) -> None:
-        """Add a node; a node of the same name, whose agent was started again, leaves first."""
+        """Add a node, and remove an earlier node of the same name, whose agent was started again."""
         self.leave(node.name, f"the agent of node {node.name} was started again")
         if wire.can_share(node.facts):
             node.agent.tell([wire.ShareFiles()])
@@ -122,7 +122,7 @@ class Nodes:
             each.order.take(partial(each.lose, why))
 
     def start(self, name: str, launch: wire.Launch, listener: Listener) -> Node:
-        """Start a process on a node; raise `NodeRefusedError` if the node is gone."""
+        """Send a launch to a node and return the node; raise `NodeRefusedError` if the node is gone."""
         with self._lock:
             node = self._nodes.get(name)
             if node is None:
@@ -137,7 +137,7 @@ class Nodes:
         return node
 
     def take(self, name: str, news: wire.News) -> None:
-        """Handle the news of a node."""
+        """Handle the news of a node's agent; ignore those of an earlier agent."""
         now_s = time.monotonic()
         with self._lock:
             node = self._nodes.get(name)
@@ -151,7 +151,7 @@ class Nodes:
             if news.standbys is not None:
                 node.standbys = news.standbys
         if news.others is not None:
-            # The least: with the last one, all entries would change with every message.
+            # With the latest difference instead of the least, all entries would change with every message.
             node.ahead_s = min(node.ahead_s, now_s - news.now_s)
             self.on_others(name, {i: _as_here(e, node.ahead_s) for i, e in news.others.items()})
         for child, message in news.heard:
@@ -172,7 +172,7 @@ class Nodes:
             known.order.take(partial(known.pass_on, message))
 
     def _fetch(self, name: str, child: _Child, result: wire.SentResult | wire.SharedResult) -> None:
-        """Get a child's value, on a thread of its own."""
+        """Get a child's value and pass it on, on a thread of its own."""
         try:
             if isinstance(result, wire.SharedResult):
                 value = wire.open_shared(result)
@@ -190,27 +190,27 @@ class Nodes:
 
 @dataclass(eq=False)
 class _Child:
-    """A process on a node, and the listener of its messages."""
+    """A process on a node, and the listener to its messages."""
 
     node: Node
     listener: Listener
     task_name: str
     order: InOrder = field(default_factory=InOrder)
-    #: Whether the first, and the last message (`ChildExited`, `ChildRefused`) was passed on. Used in `order`.
+    #: Whether the first, and whether the last message (`ChildExited`, `ChildRefused`) was passed on. Used in `order`.
     began: bool = False
     ended: bool = False
 
     def lose(self, why: str) -> None:
-        """End the process, whose node is gone. Called in `order`."""
+        """Tell the listener that the process is lost with its node. Called in `order`."""
         if self.began:
             self.pass_on(ChildExited(wire.LOST_CODE, "", killed_because=why))
         else:
-            # The process may have begun, so the task is not placed again.
+            # The process may have begun: no `NodeRefusedError`, by which the task would be placed again.
             how = "was lost before anything was heard of it"
             self.pass_on(ChildRefused(ChildDiedError(self.task_name, 0, how, why)))
 
     def pass_on(self, message: Any) -> None:
-        """Pass a message on, unless the process has ended. Called in `order`."""
+        """Pass a message to the listener, unless the process has ended. Called in `order`."""
         if self.ended:
             return
         self.began = True
@@ -219,7 +219,7 @@ class _Child:
 
 
 def _as_here(entry: Entry, ahead_s: float) -> Entry:
-    """Return an entry with times of the flow's clock."""
+    """Return a node's entry with times of the flow's clock."""
     reservations = (
         replace(r, ends_s=None if r.ends_s is None else r.ends_s + ahead_s)
         for r in entry.reservations
@@ -228,7 +228,7 @@ def _as_here(entry: Entry, ahead_s: float) -> Entry:
 
 
 class ClusterReader(DeviceReader):
-    """The devices of all nodes, all of one kind, from the last readings of their agents."""
+    """Reader of all nodes' devices, which are of one kind, from the last news of the agents."""
 
     remote = True
 
@@ -241,7 +241,7 @@ class ClusterReader(DeviceReader):
         return tuple(device for node in self._nodes.all() for device in node.facts.devices)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
-        """Return the last snapshot of each device. The nodes know their own `roots`."""
+        """Return the last snapshot of each device. `roots` is not used: the nodes' own brokers know their processes."""
         nodes = self._nodes.all()
         if not nodes:
             raise DeviceError("no node of the cluster with devices is left")
@@ -249,7 +249,7 @@ class ClusterReader(DeviceReader):
         return tuple(snapshot for node in nodes for snapshot in _snapshots(node, now_s))
 
     def nodes(self) -> Mapping[str, NodeReading]:
-        """See `DeviceReader.nodes`."""
+        """Return each node's available host memory, limit of processes, and waiting standbys."""
         return {
             node.name: NodeReading(
                 node.reading.host_available_bytes, node.facts.max_processes, node.standbys
@@ -260,7 +260,7 @@ class ClusterReader(DeviceReader):
     def process_memory(
         self, device_uuids: Sequence[str], budget_bytes: Sequence[int] | None
     ) -> ProcessMemory:
-        """See `DeviceReader.process_memory`."""
+        """Return the account of a new process on devices of one node; `budget_bytes`: `None`: no cap."""
         wanted = set(device_uuids)
         for node in self._nodes.all():
             if wanted & {device.uuid for device in node.facts.devices}:
@@ -281,7 +281,7 @@ def _snapshots(node: Node, now_s: float) -> Sequence[DeviceSnapshot]:
 
 
 class NodeMemory(ProcessMemory):
-    """Memory of a process on a node, where simulated allocations are booked; `budget_bytes`: `None` is no cap."""
+    """Memory of a process on a node, as the node's agent reports it; `budget_bytes`: `None`: no cap."""
 
     def __init__(self, kind: DeviceKind, node: Node, budget_bytes: Sequence[int] | None) -> None:
         super().__init__(kind)
@@ -293,20 +293,20 @@ class NodeMemory(ProcessMemory):
                 self.cap_bytes = tuple(max(1, budget - context) for budget in budget_bytes)
 
     def attach(self, pid: int) -> None:
-        """See `ProcessMemory.attach`."""
+        """Set the process; a second process replaces the first."""
         self._pid = pid
 
     def live_bytes(self) -> int | None:
-        """See `ProcessMemory.live_bytes`."""
+        """Return the allocated bytes of the process on simulated devices; `None`: not known."""
         return None if self._pid is None else self._node.live_bytes.get(self._pid)
 
     def detach(self) -> tuple[int, int] | None:
-        """See `ProcessMemory.detach`."""
+        """Return the peak of allocated bytes and the number of devices of the ended process; `None`: not known."""
         return None if self._pid is None else self._node.peaks.pop(self._pid, None)
 
 
 class ClusterStore:
-    """The store of the flow's ledger: its own requests, and other flows' reservations on the nodes."""
+    """Store of the flow's ledger, with rows of other flows' reservations on the nodes. It keeps no own rows."""
 
     namespace = ""
     node = ""
@@ -317,14 +317,14 @@ class ClusterStore:
         self.owner = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._number = 0
-        #: Last rows of other flows that the ledger has not read, by request id, in the order of their numbers.
+        #: Unread rows of other flows, the last of each request, by request id, in the order of their numbers.
         self._rows: dict[str, Row] = {}
         #: Last entries of other flows, by node.
         self._others: dict[str, Mapping[str, Entry]] = {}
         nodes.on_others = self.take
 
     def take(self, node: str, entries: Mapping[str, Entry]) -> None:
-        """Store the current entries of other flows on a node."""
+        """Replace the entries of other flows on a node, and add a row for each change."""
         with self._lock:
             before = self._others.get(node, {})
             if entries == before:
@@ -337,7 +337,7 @@ class ClusterStore:
                 self._add(request_id, False, None)
 
     def _add(self, request_id: str, promises: bool, entry: Entry | None) -> None:
-        # A flow without waiting requests does not read, perhaps for hours.
+        # Unread rows of one request are joined: a flow without waiting requests may not read for hours.
         unread = self._rows.pop(request_id, None)
         self._number += 1
         promises = promises or (unread is not None and unread.promises)
@@ -348,22 +348,22 @@ class ClusterStore:
         return rows
 
     def beat(self) -> None:
-        """Do nothing: on a cluster other flows see by its agents (Ray actors) whether a flow lives."""
+        """Do nothing: on a cluster, the life of a flow shows in its agents (Ray actors)."""
 
     def changed(self) -> bool:
-        """See `Store.changed`."""
+        """Return whether there are unread rows of other flows."""
         with self._lock:
             return bool(self._rows)
 
     def read(self, after: int) -> Sequence[Row]:
-        """See `Store.read`."""
+        """Return the unread rows of other flows."""
         with self._lock:
             return self._take_rows()
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
     ) -> Written:
-        """See `Store.write`."""
+        """Accept the flow's own changes, unless an unread row of another flow conflicts; see `Store.write`."""
         with self._lock:
             rows = self._take_rows()
             if any(conflicts(row) for row in rows):
@@ -376,7 +376,7 @@ class ClusterStore:
 
 
 class ClusterLauncher:
-    """Starts processes on the nodes of their placements: a `Launcher`."""
+    """The `Launcher` of processes on the nodes of their placements."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
@@ -386,7 +386,7 @@ class ClusterLauncher:
     def start(
         self, spec: LaunchSpec, listener: Listener, standby: wire.Expect | None = None
     ) -> RemoteHandle:
-        """See `Launcher.start` and `Launch.standby`. A node without free devices refuses with `NodeRefusedError`."""
+        """Start a process on its node, or pass a `NodeRefusedError` to `listener`; `standby`: see `wire.Launch`."""
         assert spec.placement is not None, "it was placed"
         # A calibration has no request.
         placement, asked = spec.placement, spec.request
@@ -395,11 +395,11 @@ class ClusterLauncher:
         child = uuid.uuid4().hex
         policy = spec.prepare.policy
         exclusive = any(r.exclusive for r in placement.reservations)
-        # Whole devices of one model may differ in free memory. The least suffices: no other task may be there.
+        # Exclusive devices of one model may differ in free memory. The least suffices: no other task may use them.
         held = placement.reservations[0]
         probe_fraction = 0.0
         if held.probe is not None:
-            # A task that allocates its cap at once counts with the cap.
+            # A task that allocates its whole cap at once counts with the cap.
             at_once = held.probe.counts_bytes >= held.reserved_bytes
             probe_fraction = AT_ONCE_FRACTION if at_once else 1.0
         choose = min if exclusive else max
@@ -440,18 +440,18 @@ class ClusterLauncher:
 
 
 class RemoteHandle:
-    """A process on a node: a `ChildHandle`."""
+    """The `ChildHandle` of a process on a node (`None`: the node refused the process)."""
 
     def __init__(self, node: Node | None, child: str) -> None:
         self._node = node
         self._child = child
 
     def answer(self, message: Any) -> None:
-        """See `ChildHandle.answer`."""
+        """Send a message to the process; it is dropped if the process has ended."""
         if self._node is not None:
             self._node.agent.tell([wire.Send(self._child, message)])
 
     def kill(self) -> None:
-        """See `ChildHandle.kill`."""
+        """Kill the process and every process that it started."""
         if self._node is not None:
             self._node.agent.tell([wire.Kill(self._child)])

@@ -1,7 +1,7 @@
-"""Steps that keep their order although some of them are slow.
+"""Execution of steps in order, although some steps are slow.
 
-One thread passes on the messages of all children. A large value takes seconds to move, so a thread of its own moves it,
-and only later messages of the same child wait.
+One thread passes on the messages of all children. A large value takes seconds to move, so another thread moves it, and
+only later messages of the same child wait.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class InOrder:
-    """Runs steps one after the other. Steps of different threads may come in any order."""
+    """Runs steps one after the other, in the order in which threads pass them to `take`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: Steps that wait behind a slow one; `None`: no slow step is running.
+        #: Steps that wait behind a slow step; `None`: no slow step is running.
         self._waiting: deque[Callable[[], object]] | None = None
 
     def take(self, step: Callable[[], object], slow: bool = False) -> None:
-        """Run a step at once, or after the waiting steps; log its exceptions. A slow step gets a thread of its own."""
+        """Run a step at once, or after waiting steps; log its exceptions. A `slow` step runs on a thread of its own."""
         with self._lock:
             if self._waiting is not None:
                 self._waiting.append(step)

@@ -46,19 +46,19 @@ CONNECT_S = 10.0
 #: other threads call gRPC (seen with Ray 2.60).
 CLIENT_TRIES = 3
 
-#: Seconds until an agent that Ray is starting again is asked again.
+#: Seconds between two calls of an agent that Ray is restarting.
 RESTART_S = 0.5
 
 #: Seconds after which Ray 2.60 ends a process whose head does not answer.
 RAY_ENDS_S = float(os.environ.get("RAY_gcs_rpc_server_reconnect_timeout_s", 60))  # noqa: SIM112 - Ray's own name
 
-#: Seconds without an answer of the head after which the cluster is given up: before Ray ends the process.
+#: Seconds without an answer of the head after which the cluster is given up, before Ray ends the process.
 HEAD_S = RAY_ENDS_S / 2
 
 #: Seconds that Ray may take to disconnect from a cluster that is given up.
 DISCONNECT_S = 10.0
 
-#: Seconds after which a waiting request needs other nodes, and limit of a call of Ray's autoscaler.
+#: Seconds that a request waits until Ray's autoscaler is asked for nodes. Also the limit of that call.
 WAITED_S = 5.0
 
 #: Seconds that agents may take to start before the flow goes on without their nodes.
@@ -82,28 +82,28 @@ class RayStore:
         self._ray = import_ray()
 
     def put(self, data: memoryview) -> Any:
-        """See `wire.ObjectStore.put`."""
+        """Store bytes and return Ray's reference to them."""
         return self._ray.put(pickle.PickleBuffer(data))
 
     def get(self, reference: Any) -> memoryview:
-        """See `wire.ObjectStore.get`."""
+        """Return the bytes of a reference; raise Ray's error if they are lost."""
         return memoryview(self._ray.get(reference)).cast("B")
 
     def holds(self, part: Any) -> bool:
-        """See `wire.ObjectStore.holds`."""
+        """Return whether a part is a reference of Ray's."""
         return isinstance(part, self._ray.ObjectRef)
 
 
 def make_agent(settings: NodeSettings) -> NodeAgent:
-    """Make the agent, in its actor's process."""
+    """Return a new agent for this process, an actor of Ray."""
     return NodeAgent(settings, RayStore(), visible_devices(), VERSION)
 
 
 def visible_devices() -> str | None:
     """Return `CUDA_VISIBLE_DEVICES` of this node; `None`: all of its devices.
 
-    Ray sets the variable for actors with GPUs. For others, that of the node's own Ray process counts: a machine may
-    have several, with different devices.
+    Ray sets the variable for actors with GPUs. Other actors read the variable of the node's own Ray process: a machine
+    may run several nodes with different devices.
     """
     given = import_ray().get_runtime_context().get_accelerator_ids().get("GPU", [])
     if given:
@@ -124,20 +124,20 @@ class _Member:
     #: Ray's reference of the awaited answer (facts, then news); `None`: no answer is awaited.
     waits_for: Any
     facts: NodeFacts | None = None
-    #: The flow runs on this node.
+    #: Whether the flow runs on this node.
     near: bool = False
     seen: int = 0
-    #: Monotonic seconds when its facts are asked for again; `None`: no time is set.
+    #: Monotonic seconds when the agent is asked for its facts again; `None`: no time is set.
     asks_s: float | None = None
-    #: Monotonic seconds when its devices joined the flow's.
+    #: Monotonic seconds when the node's devices were added to the flow's.
     joined_s: float = float("inf")
 
     def tell(self, commands: Sequence[Command]) -> None:
-        """See `Agent.tell`."""
+        """Send commands to the agent; return at once."""
         try:
             self.actor.tell.remote(commands)
         except Exception:
-            # The actor or the connection is gone, which the listening thread notices.
+            # The listening thread notices that the actor or the connection is gone.
             logger.debug("an agent could not be told %s", commands, exc_info=True)
 
 
@@ -162,20 +162,19 @@ class Cluster:
         self.expected = ExpectedTasks()
         self._expected_s = float("-inf")
         self._members: dict[str, _Member] = {}
-        #: Reasons of the nodes that are set aside, by name.
+        #: Reasons why nodes are not used, by the name of the node.
         self.aside: dict[str, str] = {}
         #: The head's last answer about the nodes, until it is handled.
         self._told: Any = None
-        #: Monotonic seconds of that answer.
+        #: Monotonic seconds of that answer, and of the last check of its age.
         self._answered_s = time.monotonic()
-        #: Monotonic seconds of the thread's last check of the answers.
         self._checked_s = time.monotonic()
-        #: Why the cluster was given up; empty: it was not.
+        #: Why the cluster was given up; empty: it is in use.
         self._lost = ""
         self._on_lost: Callable[[str], object] = lambda why: None
-        #: Returns the GPUs that tasks wait for; see `flow_cluster.wanted_gpus`.
+        #: Returns the numbers of GPUs that tasks wait for; see `flow_cluster.wanted_gpus`.
         self.wanted_gpus: Callable[[], Sequence[int]] = list
-        #: Ray's autoscaler has a request of this flow.
+        #: Whether Ray's autoscaler has a request of this flow.
         self._asked = False
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -183,8 +182,7 @@ class Cluster:
     def open(self) -> None:
         """Connect, start an agent on each node, and wait for the agents of the current nodes.
 
-        Raises:
-            DeviceError: There is no cluster at the address, or none of its nodes has a device.
+        Raises `DeviceError` if there is no cluster at the address, or none of its nodes has a device.
         """
         if not self._ray.is_initialized():
             try:
@@ -218,20 +216,20 @@ class Cluster:
             raise
 
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Set the function for the reason when all nodes are lost, called before their processes count as killed."""
+        """Set `on_lost`, called with the reason if the cluster is lost, before its processes count as killed."""
         self._on_lost = on_lost
         if self._lost:
             on_lost(self._lost)
 
     def close(self) -> None:
-        """End the agents and their processes, and the connection if it was made here."""
+        """End the agents and their processes, and Ray's connection unless the program had it before `open`."""
         self._closing.set()
         for thread in () if self._lost else self._threads:
             thread.join(5.0)
         self._leave()
 
     def _leave(self) -> None:
-        # Without a connection Ray's functions make one, perhaps waiting for ever.
+        # Without a connection, Ray's functions would make one, and perhaps wait forever.
         if not self._lost and self._ray.is_initialized():
             try:
                 self._ask_autoscaler((), ())
@@ -286,12 +284,12 @@ class Cluster:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
 
     def _ask_autoscaler(self, told: Sequence[Any], wanted: Sequence[int]) -> None:
-        """Make an agent ask Ray's autoscaler for the used and wanted GPUs: a client of Ray cannot (Ray 2.60)."""
+        """Have an agent ask Ray's autoscaler for the used and the wanted GPUs: a client of Ray cannot (Ray 2.60)."""
         if wanted or self._asked:
             members, used_s = dict(self._members), time.monotonic() - WAITED_S
             used = {i for i, each in members.items() if each.joined_s <= used_s}
             there = [each["Resources"].get("GPU", 0) for each in told if each["NodeID"] in used]
-            # The agent that joined first: other agents may not have started.
+            # The agent that joined first, since others may not have started.
             agent = min(members.values(), key=lambda each: each.joined_s).actor
             self._asked = True
             asked = agent.ask_autoscaler.remote([*there, *wanted] if wanted else [])
@@ -299,22 +297,22 @@ class Cluster:
             self._asked = bool(wanted)
 
     def _find_lost(self) -> str:
-        """Return why the cluster counts as lost; empty: it may answer."""
+        """Return why the cluster counts as lost; empty: it may still answer."""
         if not self._ray.is_initialized():
             return f"the connection to the Ray cluster at address={self._address!r} is lost"
         now_s = time.monotonic()
         if now_s - self._checked_s > HEAD_S / 2:
-            # This process was stopped.
+            # This process itself was stopped meanwhile, not the head.
             self._answered_s = now_s
         self._checked_s = now_s
-        # Ray's client has a limit of its own, after which it is disconnected.
+        # Ray disconnects its client by a time limit of its own.
         if now_s - self._answered_s < HEAD_S or self._ray.util.client.ray.is_connected():
             return ""
         head = f"the head of the Ray cluster at address={self._address!r}"
         return f"{head} has not answered for {format_seconds(HEAD_S)}"
 
     def _give_up(self, why: str) -> None:
-        """End the processes on all nodes that can be reached, and start no more."""
+        """Remove all nodes, and end the processes on reachable nodes."""
         logger.error("%s; its tasks are given up", why)
         self._lost = why
         self._on_lost(why)
@@ -324,7 +322,7 @@ class Cluster:
             self.nodes.leave(member.name, why)
 
     def _tell_expected(self) -> None:
-        """Tell the nodes, at most once in `EXPECT_S` seconds, the submitted tasks that have not started."""
+        """Send changed numbers of expected tasks to all nodes, at most once in `EXPECT_S` seconds."""
         now_s = time.monotonic()
         if now_s - self._expected_s < EXPECT_S:
             return
@@ -365,7 +363,7 @@ class Cluster:
 
     @functools.cached_property
     def _agent_class(self) -> Any:
-        """The class of all actors, which Ray sends once."""
+        """The actor class of all agents. Ray sends it to the nodes once."""
         ray = self._ray
 
         class Agent:
@@ -376,7 +374,7 @@ class Cluster:
                 self._agent = make_agent(settings)
 
             def __repr__(self) -> str:
-                # Ray prints this name before each line that a task prints there.
+                # Ray prints this text before each line that a task on the node prints.
                 return f"node {self._name}"
 
             @ray.method(concurrency_group="listen")  # type: ignore[untyped-decorator]
@@ -400,14 +398,14 @@ class Cluster:
             num_cpus=0,
             num_gpus=self._num_gpus or 0,
             max_restarts=-1,
-            # A body is never run twice behind Prefect's back.
+            # Only Prefect repeats a task's body.
             max_task_retries=0,
             # One call at a time: commands keep their order.
             concurrency_groups={"listen": 1, "tell": 1},
         )(Agent)
 
     def _listen(self, limit_s: float) -> None:
-        """Handle the answers of the agents."""
+        """Wait for answers of the agents, at most `limit_s`, and handle them."""
         for each in self._members.values():
             if each.asks_s is not None and time.monotonic() >= each.asks_s:
                 each.asks_s = None
@@ -459,7 +457,7 @@ class Cluster:
         self.aside.pop(member.name, None)
         member.facts, member.seen = facts, 0
         member.joined_s = time.monotonic()
-        # Processes of an agent that was unreachable have been given up.
+        # The agent may have been unreachable, with processes that the flow has given up.
         member.tell([EndAll()])
         self.nodes.join(Node(member.name, member, facts, member.near))
         if known := self.expected.take(everything=True):
@@ -475,14 +473,14 @@ class Cluster:
         member.waits_for = None
 
     def _lose(self, member: _Member, error: Exception | None) -> None:
-        """End the processes of an agent that does not answer, and ask for its facts again, since Ray restarts it."""
+        """Count the processes of a failed agent as killed, and ask for its facts again: Ray restarts the agent."""
         why = f"the agent of node {member.name} of the Ray cluster died"
         self.nodes.leave(member.name, why)
         text = "" if error is None else f": {str(error).strip().splitlines()[0][:300]}"
         died_at_start = member.facts is None
         member.facts, member.waits_for = None, None
         if isinstance(error, self._ray.exceptions.ActorUnavailableError):
-            # The agent's process is gone or unreachable: Ray starts it, or connects, by itself.
+            # The agent's process is gone or unreachable: Ray itself restarts the process or connects again.
             if not died_at_start:
                 logger.warning("%s%s", why, text)
             member.asks_s = time.monotonic() + RESTART_S
@@ -510,7 +508,7 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def _try_connection(address: str) -> None:
-    """Raise `OSError` if no process listens at an address. Ray 2.60 itself tries it 20 times, for 41 s each."""
+    """Raise `OSError` if no process listens at an address. Ray 2.60 itself would try 20 times, for 41 s each."""
     if address == "auto":
         # Without the variable, Ray finds a cluster of this machine.
         address = os.environ.get("RAY_ADDRESS", "")

@@ -1,8 +1,8 @@
 """The agent of one flow on one node of a cluster: the node's devices, ledger, launcher and guardian.
 
-The flow chooses devices by its last news of the node. The node's own broker, on the ledger of all flows of the
-machine, confirms the choice or refuses it, and then reserves, reads and releases as on one machine. `membership` makes
-a Ray actor of the agent. Before its first launch an agent only reads the devices.
+The flow chooses devices by the last news of the node. The node's own broker, on the ledger of all flows of the machine,
+confirms or refuses the choice, and then reserves, reads and releases as on one machine. `membership` makes a Ray actor
+of the agent. Before the first launch, an agent only reads devices.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ CONFIRM_S = 2.0
 #: Seconds after which `listen` returns without news.
 LISTEN_S = 1.0
 
-#: Problem of a node without NVIDIA's driver, which deserves no warning.
+#: Problem of a node without NVIDIA's driver, for which no warning is logged.
 NO_DRIVER = "it has no NVIDIA driver"
 
 #: Why no task of a cluster is suspended, as text for people.
 NOT_SUSPENDED = "it is of a flow on a Ray cluster, whose tasks are not suspended"
 
-#: Change of `busy_fraction` from which it is sent at once.
+#: Change of `busy_fraction` from which a reading is sent at once.
 BUSY_STEP = 0.1
 
 
@@ -87,15 +87,15 @@ class NodeSettings:
     placement: PlacementStyle
     max_tasks_per_device: int | None
     headroom_bytes: int | None
-    #: Folder of the node's ledger; `None`: the user's.
+    #: Folder of the node's ledger; `None`: a folder of the user.
     ledger: Path | None = None
-    #: Most standbys; `None`: by the node's cores.
+    #: Most standbys on the node; `None`: by the number of cores.
     standby: int | None = None
-    #: Arguments of the flow: the agent's interpreter becomes like the flow's, as far as the folders exist there.
+    #: `sys.argv`, working folder and `sys.path` of the flow, which the agent uses as far as the folders exist.
     argv: tuple[str, ...] = ()
     cwd: str = ""
     sys_path: tuple[str, ...] = ()
-    #: Results travel with the messages: a flow that is Ray's client never gets objects that an actor stored (Ray 2.60).
+    #: Results are in the messages: a flow that is a client of Ray never gets objects stored by an actor (Ray 2.60).
     inline_results: bool = False
 
 
@@ -110,27 +110,24 @@ class _Hosted:
         self.launched = threading.Event()
         self.pid: int | None = None
         self.order = InOrder()
-        #: The process is to be killed, perhaps before its start.
+        #: Whether to kill the process, perhaps before its start.
         self.killed = False
 
     def send(self, message: Any) -> None:
-        """Send a message to the process, which has started."""
+        """Send a message to the process, after its launch."""
         self.launched.wait()
         assert self.handle is not None
         self.handle.answer(message)
 
     def kill(self) -> None:
-        """Kill the process, or make `NodeAgent._start` do so."""
+        """Kill the process; before its launch, make `NodeAgent._start` refuse or kill it."""
         self.killed = True
         if self.handle is not None:
             self.handle.kill()
 
 
 class NodeAgent:
-    """Serves one flow on one node. Any thread may call its methods.
-
-    `visible` is `CUDA_VISIBLE_DEVICES` of the node (`None`: all devices), `version` that of this package.
-    """
+    """Serves one flow on one node, on any thread. `visible`: the node's `CUDA_VISIBLE_DEVICES`; `None`: all devices."""
 
     def __init__(
         self,
@@ -149,18 +146,18 @@ class NodeAgent:
         #: Guards all attributes below.
         self._changed = threading.Condition()
         self._number = 0
-        #: Messages that are not acknowledged, with their numbers.
+        #: Messages that the flow has not acknowledged: number, child and message.
         self._heard: deque[tuple[int, str, Any]] = deque()
         self._reading: Reading | None = None
-        #: Number of the last change of readings or other flows' entries.
+        #: Number of the last change of the reading, other flows' entries or standbys.
         self._changed_at = 0
         self._others: dict[str, Entry] = {}
-        #: Numbers of waiting standbys by the key of their kind, and the number of their last change.
+        #: Numbers of waiting standbys by the key of their kind; `_ready_at`: number of their last change.
         self._ready: Mapping[str, int] = {}
         self._ready_at = 0
         self._hosted: dict[str, _Hosted] = {}
         self._kept: weakref.WeakValueDictionary[Any, MemoryFile] = weakref.WeakValueDictionary()
-        #: The flow can open files of this process.
+        #: Whether the flow can open memory files of this process.
         self._shares = False
         #: Values that the flow has not opened yet, by child.
         self._shared: dict[str, ReceivedValue] = {}
@@ -170,7 +167,7 @@ class NodeAgent:
         self._standbys = NodeStandbys(standby_pool(), self._launcher)
         if settings.argv:
             sys.argv[:] = settings.argv
-        #: Paths of the node itself, which follow the flow's.
+        #: `sys.path` of the node itself, used after the flow's.
         self._own_paths = import_paths()
         self._follow(settings.cwd, settings.sys_path)
         self._closing = False
@@ -221,7 +218,7 @@ class NodeAgent:
         try:
             return write_file([memoryview(self._agent.encode())]) if AVAILABLE else None
         except OSError:
-            # The system forbids it (a sandbox). Results go through the store.
+            # The system forbids memory files (a sandbox). Results go through the store.
             return None
 
     @staticmethod
@@ -229,21 +226,18 @@ class NodeAgent:
         environ = {} if visible is None else {VISIBLE_VARIABLE: visible}
         spec = settings.devices
         if spec.kind == "auto":
-            # A node without GPUs offers no devices.
+            # A node without GPUs offers no devices, not its host memory.
             spec = replace(spec, kind="nvml")
         if spec.simulated is not None:
             spec = replace(spec, simulated=spec.simulated.on_node(settings.name))
         return open_reader(spec, environ, shared=settings.ledger)
 
     def facts(self) -> wire.NodeFacts:
-        """Return the facts about the node that a flow needs."""
+        """Return the node's devices and limits, for the flow."""
         return self._facts
 
     def listen(self, seen: int, limit_s: float = LISTEN_S) -> wire.News:
-        """Return the news as soon as there are any, after `limit_s` in any case.
-
-        `seen` is the number of the last `News` that has arrived; its contents are dropped here.
-        """
+        """Wait for news, at most `limit_s`, and return them; forget messages up to number `seen`: the flow has them."""
         with self._changed:
             while self._heard and self._heard[0][0] <= seen:
                 self._heard.popleft()
@@ -282,7 +276,7 @@ class NodeAgent:
             self._reading = reading
             alike = others == self._others and before is not None and is_alike(reading, before)
             if alike and ready == self._ready:
-                # The reading goes with the next news, at most a second later.
+                # The reading is sent with the next news, at most a second later.
                 return
             self._number += 1
             self._changed_at, self._others = self._number, others
@@ -297,7 +291,7 @@ class NodeAgent:
             self._changed.notify_all()
 
     def tell(self, commands: Sequence[wire.Command]) -> None:
-        """Carry out commands of the flow, in order; returns at once."""
+        """Carry out commands of the flow, in order, without waiting for processes."""
         for command in commands:
             match command:
                 case wire.Expect():
@@ -363,7 +357,7 @@ class NodeAgent:
             self._tell(child, ChildRefused(error))
 
     def _confirm(self, launch: wire.Launch) -> Ticket:
-        """Reserve the flow's devices in the node's own ledger, or raise `NodeRefusedError`."""
+        """Reserve the devices that the flow chose in the node's ledger, or raise `NodeRefusedError`."""
         assert self._broker is not None
         request = replace(launch.request, sequence=next_sequence())
         ticket = self._broker.submit(request)
@@ -373,7 +367,7 @@ class NodeAgent:
                 raise NodeRefusedError(self._name, sentence(reason))
         if ticket.error is not None:
             raise NodeRefusedError(self._name, str(ticket.error))
-        # For `prefect-gpu suspend` on the node's machine.
+        # The answer to `prefect-gpu suspend` on the node's machine.
         show = self._broker.show_suspension
         ticket.on_held_back = lambda away: show(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
         return ticket
@@ -393,7 +387,7 @@ class NodeAgent:
             hosted.handle.kill()
 
     def _spec(self, launch: wire.Launch) -> LaunchSpec:
-        """Return the spec with this node's environment, and with folders that exist here."""
+        """Return a launch's spec with its call, this node's environment, and folders that exist on this node."""
         spec = launch.spec
         policy = spec.prepare.policy
         here = child_environment(policy, registry.adapters_for(policy), os.environ)
@@ -410,7 +404,7 @@ class NodeAgent:
         )
 
     def _follow(self, cwd: str, sys_path: Sequence[str]) -> None:
-        """Use the flow's folders that exist here, from which standbys are started, too."""
+        """Use the flow's working folder and `sys.path`, as far as they exist here; standbys start with them, too."""
         if cwd != working_folder() and os.path.isdir(cwd):
             os.chdir(cwd)
         paths = [path for path in sys_path if os.path.exists(path)]
@@ -429,7 +423,7 @@ class NodeAgent:
         elif isinstance(message, CountersRead) and message.counters is not None:
             ticket.stand_in_bytes = message.counters.reserved_bytes or 0
         elif isinstance(message, Asked) and message.method.startswith("simulated_"):
-            # The flow answers all other questions.
+            # All other questions are answered by the flow.
             self._answer(hosted, memory, message)
             return
         elif isinstance(message, ValueArrived):
@@ -446,7 +440,7 @@ class NodeAgent:
         hosted.order.take(partial(self._tell, child, message))
 
     def _send_value(self, child: str, arrived: ValueArrived) -> None:
-        """Make a value available to the flow, on a thread of its own."""
+        """Send a child's value to the flow, or share its files, on a thread of its own."""
         try:
             result: wire.SentResult | wire.SharedResult | None
             result = wire.share_result(arrived.data) if self._shares else None

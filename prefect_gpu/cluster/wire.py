@@ -1,8 +1,8 @@
 """The values that travel between a flow and the node agents of a cluster.
 
-A flow sends commands, in order (`Command`). An agent answers each `listen` with `News`. Messages of a child are passed
-on unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results of
-a node on the flow's own machine are not copied: the flow opens the child's memory files.
+A flow sends `Command`s, in order. An agent answers each `listen` with `News`. Messages of a child are passed on
+unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results on the
+flow's own machine are not copied: the flow opens the child's memory files.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ObjectStore(Protocol):
     """Keeps large objects where every node can read them."""
 
     def put(self, data: memoryview) -> Any:
-        """Store bytes for as long as a reference to them exists; return a reference, which can be sent."""
+        """Store bytes as long as a reference to them exists; return a reference, which can be sent."""
 
     def get(self, reference: Any) -> memoryview:
-        """Return the bytes of a reference; raise if they are lost with their node."""
+        """Return the bytes of a reference; raise an error if they were lost with their node."""
 
     def holds(self, part: Any) -> bool:
         """Return whether a part is a reference of this store."""
@@ -56,7 +56,7 @@ Part: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class SentCall:
-    """A packed call: the body of its frame, and its memory files."""
+    """A packed call of a task: the body of its frame, and its memory files."""
 
     body: bytes = field(repr=False)
     files: tuple[Part, ...] = ()
@@ -64,7 +64,7 @@ class SentCall:
 
 @dataclass(frozen=True, slots=True)
 class SentResult:
-    """A value from a child, sent in place of `ValueArrived`: the pickle, and its buffers."""
+    """A value from a child, sent in place of `ValueArrived`: pickle stream and buffers outside the stream."""
 
     stream: Part = field(repr=False)
     buffers: tuple[Part, ...] = field(default=(), repr=False)
@@ -78,9 +78,9 @@ class OpenFile:
     descriptor: int
 
     def open(self) -> MemoryFile:
-        """Open the file in this process; raise `OSError` if the other process is gone, elsewhere or another user's."""
+        """Open the file in this process; raise `OSError` if its process is gone, out of reach or another user's."""
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
-        # The path may belong to another process, on another machine or in another container.
+        # If the agent is on another machine or in another container, the path may be another process's.
         if not os.readlink(path).startswith("/memfd:"):
             raise FileNotFoundError(f"{path} is no memory file")
         return MemoryFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
@@ -88,7 +88,7 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class SharedResult:
-    """A value from a child, in memory files that the agent has open until the flow sends `Release`."""
+    """A value from a child in memory files, which the agent keeps open until the flow sends `Release`."""
 
     body: bytes = field(repr=False)
     files: tuple[OpenFile, ...]
@@ -96,20 +96,20 @@ class SharedResult:
 
 @dataclass(frozen=True, slots=True)
 class PeaksKnown:
-    """Memory of a process on simulated devices. Sent before its `ChildExited`."""
+    """Peak memory of a process on simulated devices, sent before its `ChildExited`."""
 
     pid: int
-    #: The most bytes that were allocated at once.
+    #: Most bytes allocated at once.
     live_bytes: int
     devices: int
 
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Keep standbys: a number of tasks of a kind have been submitted and have no process yet."""
+    """Keep standbys for `count` submitted tasks of a kind, which have no process yet."""
 
     kind: Kind
-    #: Policy of the kind's tasks without devices and budget: the node computes its environment from it.
+    #: Policy of the kind's tasks, without devices and budget, from which the node computes the environment.
     policy: FrameworkPolicy
     count: int
 
@@ -126,7 +126,7 @@ class Launch:
     call: SentCall
     #: Budget on each device, if the process has a cap; `None`: no cap.
     budget_bytes: tuple[int, ...] | None
-    #: Kind of the suitable standbys, and how a node makes them; `None`: no standbys.
+    #: Kind of suitable standbys, as the node needs it to start one; `None`: no standbys.
     standby: Expect | None = None
 
 
@@ -147,7 +147,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Kill all children, which the flow has given up."""
+    """Kill all children: the flow has given them up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,31 +167,31 @@ Command: TypeAlias = Expect | Launch | Send | Kill | EndAll | ShareFiles | Relea
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """The facts that an agent sends once."""
+    """A node's devices and limits, which its agent sends once."""
 
-    #: Unique name; a restarted agent has another one.
+    #: Unique name of the agent; a restarted agent has another name.
     agent: str
     #: Version of `prefect_gpu`, which must equal the flow's.
     version: str
     kind: DeviceKind
     #: Devices with the node's name as their host; empty: the node has none.
     devices: tuple[Device, ...]
-    #: Bytes of each process on a simulated device before it allocates; 0 elsewhere, where they are measured.
+    #: Bytes of a process's context on each simulated device; 0 for other devices, where contexts are measured.
     context_bytes: int
     #: Most processes at a time on the node.
     max_processes: int
-    #: Why the devices cannot be used; empty: they can.
+    #: Why the devices cannot be used; empty: no problem.
     problem: str = ""
-    #: File with the text of `agent`: a flow that can read it can open the agent's memory files. `None`: no such file.
+    #: File with the text of `agent`. A flow that can read it can open all memory files of the agent. `None`: no file.
     probe: OpenFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """The events on a node since a flow has last listened."""
+    """Messages and changes on a node since the flow's last `listen`."""
 
     agent: str
-    #: Number for the next `listen`.
+    #: Number to pass to the next `listen`.
     number: int
     #: Monotonic seconds of the node's clock.
     now_s: float
@@ -210,7 +210,7 @@ class News:
 def send_call(
     call: PackedValue, store: ObjectStore, sent: MutableMapping[MemoryFile, Part]
 ) -> SentCall:
-    """Return a packed call as it is sent to a node; `sent` has the parts of files that earlier calls have stored."""
+    """Return a packed call in the form for a node, large files stored; `sent`: parts for files of earlier calls."""
     for file in call.files:
         if file not in sent:
             memory = memoryview(file.map())
@@ -221,11 +221,9 @@ def send_call(
 def receive_call(
     call: SentCall, store: ObjectStore, kept: MutableMapping[Any, MemoryFile]
 ) -> PackedValue:
-    """Return a packed call for a child; `kept` has the files of earlier calls, by reference.
+    """Return a received call, packed for a child; `kept`: files of earlier calls, by reference.
 
-    Raises:
-        OSError: There is no memory for the call.
-        Exception: A stored part is lost.
+    Raises `OSError` if there is no memory for the call, and the store's error if a stored part is lost.
     """
     files = []
     for part in call.files:
@@ -240,7 +238,7 @@ def receive_call(
 
 
 def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
-    """Return a child's value as it is sent to the flow; `store`: `None`: large parts are sent with the message."""
+    """Return a child's value in the form for the flow, with large parts stored; `store`: `None`: nothing is stored."""
     stream, *buffers = (
         store.put(part) if store is not None and part.nbytes >= STORED_BYTES else part.tobytes()
         for part in (value.stream, *value.buffers)
@@ -249,7 +247,7 @@ def send_result(value: ReceivedValue, store: ObjectStore | None) -> SentResult:
 
 
 def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
-    """Return a child's value, in writable memory of this process; raise if a stored part is lost."""
+    """Return a child's value in writable memory of this process; raise an error if a stored part is lost."""
     stream, *buffers = (
         _copied(store.get(part)) if store.holds(part) else memoryview(bytearray(part))
         for part in (result.stream, *result.buffers)
@@ -258,7 +256,7 @@ def receive_result(result: SentResult, store: ObjectStore) -> ReceivedValue:
 
 
 def share_result(value: ReceivedValue) -> SharedResult | None:
-    """Return a child's value as files of this process; `None`: no part of it is in a file."""
+    """Return a child's value as open files of this process; `None`: no part of the value is in a file."""
     if value.frame is None or not value.frame.files:
         return None
     files = tuple(OpenFile(os.getpid(), file.fileno()) for file in value.frame.files)
@@ -266,7 +264,7 @@ def share_result(value: ReceivedValue) -> SharedResult | None:
 
 
 def open_shared(result: SharedResult) -> ReceivedValue:
-    """Return a child's value in the child's memory, copied on write; raise `OSError` if the agent is gone."""
+    """Return a child's value, mapped copy-on-write from the child's files; raise `OSError` if the agent is gone."""
     return unpack(Frame(VALUE, bytearray(result.body), tuple(f.open() for f in result.files)))
 
 

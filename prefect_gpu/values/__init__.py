@@ -1,7 +1,7 @@
 """Transport of users' values between processes.
 
-These modules decide whether a value travels by reference or by value, is made anew or is refused; `docs/reference.md`
-has the table. `processes` and `child` have the messages and their order.
+A value is pickled by reference or by value, replaced by a new object (as a lock is), or refused: `docs/reference.md`
+has the table. `processes` and `child` have the messages that carry values.
 """
 
 from prefect_gpu.values.argument_files import ArgumentFiles, Share, argument_files

@@ -1,8 +1,7 @@
-"""Memory files of large arguments, which several GPU tasks share.
+"""Memory files (see `transport`) of large arguments, which several GPU tasks of one process share.
 
-Every call of a task has a `Share` from the beginning of its wait for a device to its end. A file stays while a share
-that used it is open. The last used files also stay while another call waits, so tasks that run one after another write
-an argument once.
+A call of a task has a `Share` from its wait for a device to its end. A file stays while a share that used the file is
+open. The files used last also stay while another call waits, so successive tasks write a common argument once.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from prefect_gpu.values.transport import MemoryFile, PackedValue, WriteFile
 
 
 class ArgumentFiles:
-    """The memory files of one process's arguments. Safe to use from several threads."""
+    """The memory files of large arguments of one process's GPU tasks. Safe to use from several threads."""
 
     def __init__(self, write: WriteFile = transport.write_file) -> None:
         self._write = write
         self._lock = threading.Lock()
-        #: The calls that have not packed their arguments: each may need any file.
+        #: Shares of calls that have not packed their arguments yet: each may need any file.
         self._waiting: set[Share] = set()
-        #: Files of the last call that used any, as long as another call waits.
+        #: Entries of the last call that used files; empty when no call waits.
         self._last: tuple[_Entry, ...] = ()
-        #: Entries by address and length of the buffers in the file; kept alive by the calls that use them.
+        #: Entries by address and length of the buffers in their file. Open shares keep entries alive.
         self._entries: weakref.WeakValueDictionary[tuple[tuple[int, int], ...], _Entry] = (
             weakref.WeakValueDictionary()
         )
 
     @contextlib.contextmanager
     def share(self) -> Iterator[Share]:
-        """Begin a call, which ends with the `with` block."""
+        """Yield the `Share` of a new call, which ends with the `with` block."""
         share = Share(self)
         with self._lock:
             self._waiting.add(share)
@@ -46,11 +45,8 @@ class ArgumentFiles:
             share.entries.clear()
 
     def file_for(self, share: Share, parts: Sequence[memoryview]) -> MemoryFile:
-        """Return a file with the bytes of `parts`, another share's or a new one, or raise `OSError`.
-
-        The bytes of an existing file are compared first: the flow may have written to its array in between.
-        """
-        # NumPy gives the addresses.
+        """Return a file with the bytes of `parts`, another call's or a new one; raise `OSError` if writing fails."""
+        # NumPy gives the addresses of buffers. Without it, each call writes files of its own.
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return self._write(parts)
@@ -60,18 +56,19 @@ class ArgumentFiles:
             entry = self._entries.setdefault(key, _Entry())
             share.entries.add(entry)
             dropped, self._last = self._last, tuple(share.entries)
-        # Gigabytes may go back to the system here, so the lock is released.
+        # This may free gigabytes, so the lock is not held.
         del dropped
-        # Other calls with the same argument wait here until it is written, instead of writing it too.
+        # Other calls with the same argument wait here until the file is written.
         with entry.lock:
+            # The bytes are compared: the flow may have written to its array since.
             if entry.file is None or not entry.file.holds(parts):
-                # The old file is closed once all its calls have received it.
+                # Calls that were given the old file keep it open.
                 entry.file = None
                 entry.file = self._write(parts)
             return entry.file
 
     def take_packed(self, share: Share) -> None:
-        """Note that a call has packed its arguments, or has ended."""
+        """Record that a call has packed its arguments or ended; drop the last used files if no other call waits."""
         with self._lock:
             self._waiting.discard(share)
             dropped = self._last
@@ -85,7 +82,7 @@ class ArgumentFiles:
 
 
 class _Entry:
-    """A file; the lock is held while it is written."""
+    """A memory file, and a lock that is held while the file is written."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -93,15 +90,15 @@ class _Entry:
 
 
 class Share:
-    """The part of one call in the files."""
+    """One call's use of `ArgumentFiles`."""
 
     def __init__(self, files: ArgumentFiles) -> None:
         self._files = files
-        #: Entries of the call's files, until the call ends.
+        #: Entries of the files that the call uses; empty after its end.
         self.entries: set[_Entry] = set()
 
     def pack(self, stream: Sequence[memoryview], buffers: Sequence[memoryview]) -> PackedValue:
-        """Pack the call's arguments, as `transport.pack` does."""
+        """Pack the call's arguments like `transport.pack`, with files that other calls may share."""
         try:
             return transport.pack(stream, buffers, lambda parts: self._files.file_for(self, parts))
         finally:
@@ -109,5 +106,5 @@ class Share:
 
 
 def argument_files() -> ArgumentFiles:
-    """Return the files of this Python process; a fork of it begins without any."""
+    """Return the `ArgumentFiles` of this process; a fork of the process has none at first."""
     return PROCESS_RESOURCES.get(ArgumentFiles, ArgumentFiles)

@@ -1,12 +1,11 @@
-"""Functions and classes that travel by value, and their reconstruction.
+"""Functions and classes that travel by value (pickled with their code), and their reconstruction.
 
-A function or class of an importable module travels by reference, also below a decorator such as Prefect's `@task`.
-Others travel by value. In the receiving process, the functions of one module share the global variables of the module
-if it can be imported, else of its stand-in (`stand_ins`). Functions, classes and variables that exist there under
-their names stay. A function in a task's result is a copy instead: it keeps the values of its global variables in the
-task's process.
+Functions and classes of importable modules travel by reference, also below a decorator such as Prefect's `@task`; all
+others travel by value. In the receiving process, functions of one module share the global variables of that module or
+of its stand-in (`stand_ins`). Existing functions, classes and variables of a name are not replaced. A function in a
+task's result is a copy with the values that its global variables had in the task's process.
 
-Cloudpickle takes functions and classes apart and puts them together; this module chooses them and their namespaces.
+Cloudpickle takes functions and classes apart and rebuilds them; this module chooses them and their namespaces.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Key: TypeAlias = tuple[str, str]
 #: Text that cloudpickle 3.1.3 and later write in place of the file name of code.
 _NO_FILE = "<dynamic-code>"
 
-#: Values that are equal in every copy.
+#: Types of immutable values, for which a copy is as good as the original.
 _CONSTANTS = (int, float, complex, str, bytes, bool, Enum)
 
 #: Types of values that travel by reference or by value, never by attributes.
@@ -49,20 +48,20 @@ _DEFINITIONS = (type, types.ModuleType, types.FunctionType)
 #: Types of values that stand in annotations.
 _IN_ANNOTATIONS = (type, types.ModuleType, types.GenericAlias, types.UnionType, typing.TypeVar)
 
-#: Functions and classes whose state this process has set.
+#: Received functions and classes whose attributes this process has set.
 _finished: weakref.WeakSet[Any] = weakref.WeakSet()
 
-#: In a task's process: classes that came by value and exist in the flow's process.
+#: In a task's process: classes that were received by value from the flow's process.
 _from_flow: weakref.WeakSet[type] = weakref.WeakSet()
 
-#: `classes`: the classes that this thread has received since `arrivals` began.
+#: `classes`: classes received by this thread since `arrivals` began.
 _arriving = threading.local()
 
 
 @contextlib.contextmanager
 def arrivals() -> Iterator[None]:
-    """Note that the classes which arrive by value in a `with` block exist in the flow's process."""
-    # For each thread, since other threads may receive classes of other processes.
+    """Record the classes that are unpickled by value in a `with` block as classes of the flow's process."""
+    # Per thread: other threads may receive classes of other processes.
     outer = getattr(_arriving, "classes", None)
     arrived: list[type] = []
     _arriving.classes = arrived
@@ -77,11 +76,11 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     """Pickles importable functions, classes and modules by reference, and others by value.
 
     Args:
-        file: Has `write`.
-        to_flow: The value returns to the flow's process, which has the classes that came from there.
-        by_name: The flow's process has the functions that its modules have under a name, and gets no copies of these.
+        file: Object with a `write` method.
+        to_flow: The value goes to the flow's process. Classes that were received from there are sent by id.
+        by_name: Functions that a module has under their name are sent by name, not as copies: the flow has them.
         lacking: Names that the other process has not found in a module that it could import.
-        with_hints: Names in annotations travel with functions and classes.
+        with_hints: Global variables that annotations name as text are sent with functions and classes.
         options: Arguments of `pickle.Pickler`.
     """
 
@@ -103,8 +102,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         self._named = made_anew.NamedObjects(to_flow)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return the reduction of an object; `NotImplemented`: pickle's own."""
-        # `__class__` would load a lazily loaded module.
+        """Return the pickle reduction of an object; `NotImplemented`: pickle's default is right."""
+        # `isinstance` reads `__class__`, which would load a lazily loaded module.
         kind = type(obj)
         if issubclass(kind, types.ModuleType):
             return self._module(obj)
@@ -125,19 +124,19 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if isinstance(name, str) and sys.modules.get(name) is module:
             if travels_by_value_of_module(name):
                 return _private_module, (name, _module_attributes(vars(module)))
-            # Cloudpickle would read its attributes.
+            # Cloudpickle's own reduction would read the module's attributes.
             return internals.subimport, (name,)
         reduction = reduce_compiled(module)
         if reduction is not NotImplemented:
-            # A namespace of operators.
+            # A namespace of PyTorch's operators.
             return reduction
-        # Another module may have its name.
+        # By value: `sys.modules` may have another module of this name.
         held = {k: v for k, v in vars(module).items() if k != "__builtins__"}
         return internals.dynamic_subimport, (name, held)
 
     def _class(self, obj: Any) -> Any:
         if self._to_flow and obj in _from_flow:
-            # Cloudpickle's id of a class makes one class of two copies: here, the flow's own.
+            # The flow's process finds its own class by cloudpickle's id of the class.
             tracker_id = internals._get_or_create_tracker_id(obj)
             return internals._lookup_class_or_track, (tracker_id, None)
         reduction = super().reducer_override(obj)
@@ -149,7 +148,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if make is internals._make_skeleton_class and vars(obj).get("__slots__"):
             arguments, state = _with_slots(obj, arguments, state)
         key = None if self._to_flow else made_anew.own_name(obj)
-        # Without the annotations of its bases. Text stays text.
+        # `get_annotations` leaves out annotations of base classes, and does not evaluate text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
         return (
@@ -175,7 +174,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         patches = self._patches(obj, variables)
         module = self._namespace_of(obj, variables)
         if module is not None and is_importable(module) and not lacking:
-            # The module has its own variables. Only added functions and classes are sent.
+            # The importable module has its variables. Only functions and classes of private modules are sent.
             variables = {n: v for n, v in variables.items() if _is_private(v)}
         slots["__globals__"] = {n: self._by_reference(v) for n, v in variables.items()}
         hints = self._hints(obj.__annotations__, obj.__module__, obj.__globals__)
@@ -192,24 +191,24 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     def _namespace_of(
         self, function: types.FunctionType, variables: Mapping[str, Any]
     ) -> str | None:
-        """Return the module whose global variables a function gets; `None`: it gets copies of its own."""
+        """Return the module whose global variables a function shares; `None`: the function gets copies of its own."""
         name = str(function.__globals__.get("__name__"))
         if self._to_flow or look_at(name, "__dict__") is not function.__globals__:
             return None
         if is_importable(name) and not _has_state(function, variables):
-            # Its variables are the same in all processes: the module need not be imported.
+            # The used variables are the same in all processes: the module need not be imported.
             return None
         return name
 
     def _by_reference(self, value: Any) -> Any:
-        """Return a global variable; if it cannot be pickled, a reference to its name in an importable module."""
+        """Return a global variable's value or, if pickling fails, a reference to its name in an importable module."""
         if self._to_flow or value is None or isinstance(value, (*_CONSTANTS, *_DEFINITIONS)):
             return value
         name = self._named.importable_name(value)
         if name is None:
             return value
         try:
-            # Nothing is kept or copied, since the value may be large.
+            # The output of this trial is dropped at once, since the value may be large.
             nowhere = types.SimpleNamespace(write=lambda data: None)
             trial = ByValuePickler(nowhere, with_hints=False, buffer_callback=lambda _: None)
             trial.dump(value)
@@ -220,7 +219,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     def _hints(
         self, annotations: Mapping[str, Any], module: str, held: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the variables that annotations name as text."""
+        """Return the global variables of a private module that annotations name as text; `held`: all its variables."""
         if not self._with_hints or self._to_flow or is_importable(module):
             return {}
         if held is None:
@@ -235,7 +234,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     def _patches(
         self, function: types.FunctionType, variables: Mapping[str, Any]
     ) -> list[tuple[types.ModuleType, str, Any]]:
-        """Return a function's uses of functions and classes that a script has added to importable modules."""
+        """Return module, name and value of the private functions and classes that a function reads from modules."""
         if self._to_flow:
             return []
         found = []
@@ -254,7 +253,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
 
 
 def travels_by_value_of_module(name: str) -> bool:
-    """Return whether functions of a module travel by value, since a fresh interpreter cannot import its top package."""
+    """Return whether functions of a module travel by value: a fresh interpreter cannot import its top-level package."""
     return not is_importable(name.partition(".")[0])
 
 
@@ -275,7 +274,7 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
-    """Return the parts of a class with slots. Objects of cloudpickle's class have a `__dict__`."""
+    """Return a class's pickled parts with its `__slots__`; without them, its objects would have a `__dict__`."""
     maker, name, bases, attributes, *others = arguments
     attributes = {**attributes, "__slots__": vars(kind)["__slots__"]}
     found, slots = state
@@ -284,19 +283,18 @@ def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
 
 
 def _used_by_classes(function: types.FunctionType) -> dict[str, Any]:
-    """Return the global variables that class bodies inside a function use, which cloudpickle does not find."""
+    """Return the global variables used in class bodies inside a function, which cloudpickle does not find."""
     held = function.__globals__
     bodies = (c for c in nested_code(function.__code__) if not c.co_flags & inspect.CO_OPTIMIZED)
     return {name: held[name] for code in bodies for name in code.co_names if name in held}
 
 
 def _has_state(function: types.FunctionType, variables: Mapping[str, Any]) -> bool:
-    """Return whether a function of an importable module uses variables of that module that may change."""
+    """Return whether a function of an importable module uses global variables whose values may differ by process."""
     module = function.__globals__.get("__name__")
     if any(_stores_globals(code) for code in nested_code(function.__code__)):
         return True
     for value in variables.values():
-        # `isinstance` would load a lazily loaded module.
         if issubclass(type(value), types.ModuleType):
             continue
         if isinstance(value, (type, types.FunctionType)):
@@ -316,7 +314,7 @@ def _stores_globals(code: types.CodeType) -> bool:
 
 def _names_in(annotations: Iterable[Any]) -> Iterator[str]:
     """Yield the names that annotations contain as text, also inside `Optional["Name"]`."""
-    # Imported late: a child rarely needs it.
+    # A child rarely needs this module.
     import ast
 
     for each in annotations:
@@ -345,7 +343,7 @@ def _private_module(name: str, attributes: Mapping[str, Any]) -> types.ModuleTyp
 
 
 def find(key: Key | None) -> Any:
-    """Return the function or class that this process has under a name; `None`: none. Asks no other process."""
+    """Return this process's function or class of a name, without asking the flow's process; `None`: no such object."""
     if key is None:
         return None
     found = find_in_namespace(*key)
@@ -389,7 +387,7 @@ def _make_class(
 ) -> type:
     found = find(key)
     if not isinstance(found, type):
-        # A second class would call `__init_subclass__` of its base again.
+        # Making the class a second time would call `__init_subclass__` of its base again.
         found = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
     made = make(*arguments) if found is None else found
     keep(key, made)

@@ -1,7 +1,7 @@
-"""Transport of exceptions: type, text, attributes, notes, cause and context arrive.
+"""Pickle reductions of exceptions, which keep type, text, attributes, notes, cause and context.
 
-The constructor of an exception's class is not called again: many take other arguments than they pass to `Exception`.
-`pickling` packs exceptions, and replaces an exception whose class cannot be sent.
+The constructor of an exception is not called again: many constructors take other arguments than they pass to
+`Exception`. `pickling` packs exceptions, and replaces an exception whose class cannot be sent.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import copyreg
 from collections.abc import Callable, Mapping
 from typing import Any
 
-#: Returns the reason why a value cannot be pickled; `None`: it can be pickled.
+#: Returns the reason why a value cannot be pickled; `None`: pickling works.
 Problem = Callable[[Any], "str | None"]
 
-#: Characters of a value's `repr` that stand for an argument which cannot be sent.
+#: Most characters of the `repr` that replaces an argument that cannot be pickled.
 _LONGEST_REPR = 200
 
 
 def reduce_exception(error: BaseException, find_problem: Problem | None, own_way: bool) -> Any:
     """Return a pickle reduction of an exception.
 
-    Args:
-        error: Any exception.
-        find_problem: Finds values to leave out, with a note, as they cannot be pickled; `None`: all values are sent.
-        own_way: A class with a `__reduce__` of its own is pickled by it.
+    `find_problem` finds values that cannot be pickled, which a note or their `repr` replaces; `None`: all values are
+    sent. `own_way`: a `__reduce__` of the exception's own class is used.
     """
     kind = type(error)
     arguments, attributes = error.args, dict(error.__dict__)
@@ -34,7 +32,7 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
         made: Any = (make, tuple(first))
         attributes = {**attributes, **rest[0]} if rest and isinstance(rest[0], dict) else attributes
     else:
-        # Python's own class knows all parts: an `OSError` has more than its `args`.
+        # The built-in class knows all parts: an `OSError` has more than its `args`.
         of_python: Any = _base(kind).__reduce__(error)
         _, initial, *rest = of_python
         if find_problem is not None:
@@ -51,12 +49,12 @@ def reduce_exception(error: BaseException, find_problem: Problem | None, own_way
 
 
 def _base(kind: type[BaseException]) -> type[BaseException]:
-    """Return Python's own class that a class of exceptions derives from."""
+    """Return the built-in class that a class of exceptions derives from."""
     return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 def _is_of_python(kind: type[BaseException]) -> bool:
-    """Return whether a class of exceptions has Python's own methods for pickle."""
+    """Return whether a class of exceptions has no pickle methods other than those of a built-in class."""
     for name in ("__reduce_ex__", "__reduce__"):
         owner = next(base for base in kind.__mro__ if name in vars(base))
         if owner.__module__ != "builtins":
@@ -65,7 +63,7 @@ def _is_of_python(kind: type[BaseException]) -> bool:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object in slots."""
+    """Return the attributes that an object has in `__slots__`."""
     names = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -120,7 +118,7 @@ def _make(
 def _finish(error: BaseException, state: Any) -> None:
     attributes, links = state
     for name, value in attributes.items():
-        # A property without a setter follows from other attributes.
+        # A property without a setter is computed from other attributes.
         with contextlib.suppress(AttributeError, TypeError):
             setattr(error, name, value)
     error.__cause__, error.__context__ = links["cause"], links["context"]

@@ -1,8 +1,8 @@
 """Functions, classes and modules that another interpreter can import, and references to them.
 
-A fresh interpreter with the same `sys.path` imports modules through the standard finders. A script, a notebook, or a
-module that was loaded by path, made by hand or found by the script's own finder is *private*: its functions and classes
-travel by value (`by_value`). Only `resolve` imports modules.
+A fresh interpreter with the same `sys.path` imports modules through the standard finders. Scripts, notebooks, and
+modules loaded by path, made by hand or found by a script's own finder are *private*: their functions and classes travel
+by value (`by_value`). Only `resolve` imports modules.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, find_steps, is_users
 
-#: Answers by module name, with the identity of the module: Prefect loads script after script under one name.
+#: Results of `is_importable` by module name, with the module's id: Prefect loads several scripts under one name.
 _importable: dict[str, tuple[int, bool]] = {}
 
-#: Packages whose loaders every interpreter has.
+#: Packages of the standard loaders and finders, which every interpreter has.
 _OF_PYTHON = ("_frozen_importlib", "_frozen_importlib_external", "importlib", "zipimport")
 
 
 def is_importable(module_name: str) -> bool:
     """Return whether a fresh interpreter with the same `sys.path` would import this very module of `sys.modules`.
 
-    A module that loads itself when it is first used (`importlib.util.LazyLoader`) stays unloaded. If the folders of
-    `sys.path` cannot be read, as without a free descriptor, each module that an import has made counts as importable.
+    A lazily loaded module (`importlib.util.LazyLoader`) stays unloaded. If the folders of `sys.path` cannot be read, as
+    without a free descriptor, every module with a `__spec__` counts as importable.
     """
     identity = id(sys.modules.get(module_name))
     known = _importable.get(module_name)
@@ -41,14 +41,14 @@ def is_importable(module_name: str) -> bool:
 
 
 def travels_by_value(obj: Any) -> bool:
-    """Return whether a fresh interpreter could not import the top module of a class or function."""
+    """Return whether a class or function travels by value: a fresh interpreter cannot import its top-level module."""
     name = getattr(obj, "__module__", None)
-    # The top module counts, since no finder knows modules that a library makes by hand in its own package.
+    # Only the top-level module counts: no finder knows submodules that a library makes by hand.
     return isinstance(name, str) and not is_importable(name.partition(".")[0])
 
 
 def private_modules() -> tuple[str, ...]:
-    """Return the names of loaded modules that a fresh interpreter cannot import; `__main__` is not among them."""
+    """Return the names of loaded modules, other than `__main__`, that a fresh interpreter cannot import."""
     folders = {path for path in sys.path if isinstance(path, str)}
     private = {n for n in list(sys.modules) if "." not in n and _may_be_private(n, folders)}
     private = {name for name in private if not is_importable(name)}
@@ -58,7 +58,7 @@ def private_modules() -> tuple[str, ...]:
 
 
 def _may_be_private(name: str, folders: set[str]) -> bool:
-    """Return whether a loaded module may be private; `folders`: of `sys.path`. A full look-up takes 0.1 ms."""
+    """Return whether a loaded module may be private, without the 0.1 ms of a full look-up; `folders`: `sys.path`."""
     module = sys.modules.get(name)
     if name in ("__main__", "__mp_main__") or not isinstance(module, types.ModuleType):
         return False
@@ -68,13 +68,13 @@ def _may_be_private(name: str, folders: set[str]) -> bool:
     loader, file = getattr(look_at(name, "__spec__"), "loader", None), look_at(name, "__file__")
     if not _is_of_python(loader):
         return True
-    # Built in, frozen, or a folder without `__init__`; else from a folder of `sys.path`.
+    # Without a file: built in, frozen, or a folder without `__init__`. Else a folder of `sys.path` must have the file.
     place = os.path.dirname(file) if isinstance(file, str) else None
     return place is not None and place not in folders and os.path.dirname(place) not in folders
 
 
 def users_modules() -> tuple[str, ...]:
-    """Return the names of the user's loaded modules that a fresh interpreter imports."""
+    """Return the names of the user's loaded modules that a fresh interpreter can import."""
     users = (name for name in list(sys.modules) if is_users(name))
     return tuple(sorted(name for name in users if is_importable(name)))
 
@@ -85,7 +85,7 @@ def _is_of_python(loader: Any) -> bool:
 
 
 def _find(module_name: str) -> bool:
-    """Find the answer for `is_importable`, or raise `OSError`: a folder could not be read."""
+    """Return the result for `is_importable`, or raise `OSError` if a folder cannot be read."""
     module = sys.modules.get(module_name)
     if module is None or module_name == "__main__" or hasattr(type(module), "stands_in"):
         return False
@@ -119,16 +119,16 @@ def _is_private(finder: Any) -> bool:
     root = kind.__module__.partition(".")[0]
     if root in _OF_PYTHON:
         return False
-    # `is_importable` would ask the finder.
+    # Not `is_importable`, which would ask this finder.
     return root == "__main__" or importlib.machinery.PathFinder.find_spec(root) is None
 
 
-#: A module, the qualified name of its object, and the attributes from there to a function below its decorators.
+#: Module and qualified name of an object, and the attributes from the object to a function below its decorators.
 Reference = tuple[str, str, tuple[str, ...]]
 
 
 def find_reference(obj: Any) -> Reference | None:
-    """Return the arguments of `resolve` for a function, class or the like; `None`: it travels by value."""
+    """Return the arguments of `resolve` for an object with a `__qualname__`; `None`: the object travels by value."""
     module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(name, str) or "<" in name:
         return None
@@ -139,10 +139,10 @@ def find_reference(obj: Any) -> Reference | None:
 
 
 def find_in_module(module: str, name: str) -> Any:
-    """Return a loaded module's object by its qualified name, without computing it; `None`: no such object."""
+    """Return a loaded module's object by its qualified name, without calling descriptors; `None`: no such object."""
     found = find_in_namespace(module, name)
     if found is None and module in sys.modules and "." not in name:
-        # A module's own `__getattr__`.
+        # A module's own `__getattr__` may make it.
         found = getattr(sys.modules[module], name, None)
     return found
 

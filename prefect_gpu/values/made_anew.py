@@ -1,9 +1,9 @@
-"""Objects that Python cannot pickle, or that must stay one object: their pickle reductions.
+"""Pickle reductions of objects that Python cannot pickle, or that must stay one object.
 
-Locks, caches, context variables and the like have no state worth keeping, or only a wrapped function: the other process
-makes them anew. An object without state that a module has under a name, such as `dataclasses.MISSING`, is compared by
-`is`: it stays the object of that name. Objects that belong to one process (threads, running programs, open files) are
-refused. Functions and classes are in `by_value`; objects of frameworks in the adapters.
+Locks, caches and context variables have no state worth keeping, or only a wrapped function: they are *made anew* in the
+other process. A module's object without state, such as `dataclasses.MISSING`, is compared by `is`: the other process
+uses its own object of that name. Objects of one process (threads, running programs, open files) are refused. Functions
+and classes are in `by_value`, objects of frameworks in the adapters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from prefect_gpu.values.importable import (
 )
 from prefect_gpu.values.stand_ins import keep
 
-#: A callable that makes an object anew, its arguments and perhaps a state, as in a pickle reduction.
+#: A pickle reduction: a callable that makes an object anew, its arguments, and perhaps a state.
 Made = tuple[Any, ...]
 
 #: The module and the name of an object.
@@ -44,7 +44,7 @@ Name = tuple[str, str]
 
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
 
-#: Objects with which the threads of one process wait for each other.
+#: Types of objects that synchronise the threads of one process.
 SYNCHRONISATION: tuple[type, ...] = (
     _LOCK,
     _RLOCK,
@@ -60,7 +60,7 @@ _QUEUES = (queue.Queue, queue.LifoQueue, queue.PriorityQueue, queue.SimpleQueue)
 
 
 def is_shared(value: object) -> bool:
-    """Return whether an object synchronises the threads of one process, so that a copy would have no use."""
+    """Return whether an object is a lock, a queue or the like of one process's threads: a copy would be useless."""
     return isinstance(value, SYNCHRONISATION) or type(value) in _QUEUES
 
 
@@ -76,7 +76,7 @@ def _make_event(is_set: bool) -> threading.Event:
 
 def _context_variable(variable: contextvars.ContextVar[Any]) -> Made:
     nothing: Any = _Nothing
-    # Only an empty context gives the default.
+    # In an empty context, `get` returns the default.
     try:
         default = contextvars.Context().run(variable.get)
     except LookupError:
@@ -94,7 +94,7 @@ def _make_context_variable(name: str, default: Any, value: Any) -> contextvars.C
 
 
 class _Nothing:
-    """Stands for no value. A class, so that it is the same in both processes."""
+    """Stands for a missing value. A class, since both processes have the same class."""
 
 
 def _cached_function(function: Any) -> Made:
@@ -107,7 +107,7 @@ def _make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool)
 
 
 def _make_reference(target: Any) -> weakref.ref[Any]:
-    # Without a target, a reference to an object that has ended.
+    # Without a target, the reference is dead: the set ends at once.
     return weakref.ref(set() if target is None else target)
 
 
@@ -152,10 +152,10 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
     io.TextIOWrapper: _file,
 }
 
-#: Types of which libraries have objects that a script may refer to, and compare by `is`.
+#: Types of libraries' objects that a script may refer to, and compare by `is`.
 _OF_LIBRARIES = (object, contextvars.ContextVar)
 
-#: Types whose objects pickle names by their module. They are made anew if the module is private.
+#: Types whose objects are pickled by module and name. Objects of private modules are made anew.
 _NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
     typing.NewType: lambda found: (
         typing.NewType,
@@ -165,7 +165,7 @@ _NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
     typing.ParamSpec: lambda found: (typing.ParamSpec, (found.__name__,)),
 }
 
-#: Objects of these types, by name, belong to one process, although each could be copied with its locks made anew.
+#: Names of types whose objects belong to one process, with the reason. (A copy could be made, with new locks.)
 _REFUSED = {
     "threading.Thread": "a thread runs in one process",
     "concurrent.futures._base.Future": "what it waits for happens in one process; pass its result",
@@ -179,12 +179,12 @@ _FRAMEWORKS: dict[str, Callable[[Any], Any]] = {
     "tensorflow": reduce_traced,
 }
 
-#: Ends of the names of their types.
+#: Endings of the names of these functions' and models' types.
 _COMPILED = ("Function", "RecursiveScriptModule", "OpOverload", "OpOverloadPacket")
 
 
 class Referenced:
-    """Stands in a pickle for an object that the other process imports."""
+    """Placeholder in a pickle for an object that the other process imports by its name."""
 
     def __init__(self, name: Name) -> None:
         self._name = name
@@ -194,7 +194,7 @@ class Referenced:
 
 
 def _parser(suppress: str, obj: Any) -> Any:
-    # The text is compared by `is`.
+    # `argparse` compares this text by `is`.
     name = Referenced(("argparse", "SUPPRESS"))
     state = {key: name if value is suppress else value for key, value in vars(obj).items()}
     return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
@@ -205,16 +205,16 @@ def _refuse(reason: str, obj: Any) -> NoReturn:
 
 
 class NamedObjects:
-    """The objects of one pickle that stay one object, or are made anew."""
+    """Reduces objects of one pickle to a name, or to be made anew. `to_flow`: the pickle goes to the flow's process."""
 
     def __init__(self, to_flow: bool) -> None:
         self._to_flow = to_flow
-        #: Reductions by type; `None`: pickle's own.
+        #: Functions that reduce an object, by type; `None`: pickle's default.
         self._rules: dict[type, Callable[[Any], Any] | None] = {}
 
     @functools.cached_property
     def _names(self) -> dict[int, Name]:
-        """Names in private modules and in the user's modules, by id."""
+        """Names of the objects in private modules and the user's modules, by id of the object."""
         return _names_in(("__main__", *private_modules(), *users_modules()))
 
     @functools.cached_property
@@ -222,7 +222,7 @@ class NamedObjects:
         return _names_in(users_modules())
 
     def reduce(self, obj: Any) -> Any:
-        """Return a pickle reduction of an object that is no function, class or module, or `NotImplemented`."""
+        """Return the reduction of an object, no function, class or module; `NotImplemented`: pickle's default."""
         kind = type(obj)
         try:
             rule = self._rules[kind]
@@ -278,11 +278,11 @@ class NamedObjects:
         return _made(name, not self._to_flow, (object.__new__, (kind,)))
 
     def _name_of(self, obj: Any) -> Name | None:
-        """Return the name of an object that may be made anew; `None`: no module has it under a name."""
+        """Return the module and the name of an object; `None`: no module has the object under a name."""
         name = self._names.get(id(obj))
         if name is None and type(obj) in _OF_LIBRARIES:
             name = _named_by_libraries(len(sys.modules)).get(id(obj))
-            # The name may be another object's by now.
+            # By now, the module may have another object under the name.
             name = None if name is None or find_in_namespace(*name) is not obj else name
         return name
 
@@ -295,10 +295,8 @@ class NamedObjects:
 
 @functools.lru_cache(maxsize=1)
 def _named_by_libraries(modules: int) -> dict[int, Name]:
-    """Return where the objects of the types `_OF_LIBRARIES` stand, by id; `modules`, the number of loaded modules, is the cache key.
-
-    Takes 0.05 s for two thousand modules.
-    """
+    """Return the names of all objects of the types `_OF_LIBRARIES`, by id; takes 0.05 s for two thousand modules."""
+    # `modules`, the number of loaded modules, is the cache key.
     return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
 
 
@@ -312,7 +310,7 @@ def own_name(obj: Any) -> Name | None:
 
 
 def _is_plain(kind: type) -> bool:
-    """Return whether pickle itself reduces objects of a type to their attributes."""
+    """Return whether pickle's default, a reduction to attributes, is used for objects of a type."""
     as_python: Any = object
     return (
         kind.__reduce_ex__ is as_python.__reduce_ex__
@@ -326,7 +324,7 @@ def _is_plain(kind: type) -> bool:
 
 
 def _held_near(kind: type) -> Iterator[tuple[Name, Any]]:
-    """Yield the objects of a type that the type's module and its packages have under a name."""
+    """Yield name and object for each object of a type in the type's module and the packages around it."""
     name = kind.__module__
     while isinstance(name, str) and name:
         yield from (each for each in _held([name]) if type(each[1]) is kind)
@@ -334,7 +332,7 @@ def _held_near(kind: type) -> Iterator[tuple[Name, Any]]:
 
 
 def _held(modules: Any) -> Iterator[tuple[Name, Any]]:
-    """Yield the named objects of modules, with module and name."""
+    """Yield each attribute of some modules: its module and name, and its value."""
     for module in list(modules):
         for name, value in list((look_at(module, "__dict__") or {}).items()):
             yield (module, name), value
@@ -345,7 +343,7 @@ def _names_in(modules: Any) -> dict[int, Name]:
 
 
 def _made(name: Name | None, keeps: bool, made: Made) -> Any:
-    """Return the reduction of an object with a name; `keeps`: the other process stores it under its name."""
+    """Return the reduction of an object with a name; `keeps`: the other process stores the object under its name."""
     make, arguments, *state = made
     return (_make, (name, keeps, make, arguments), *state)
 
@@ -372,9 +370,10 @@ _DISPATCH_CODE = functools.singledispatch(_make_event).__code__  # type: ignore[
 
 
 def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
-    """Return a reduction of a function that wraps another one and has more than Python can pickle, or `NotImplemented`.
+    """Return the reduction of a wrapper that `singledispatch`, PyTorch or pydantic made, or `NotImplemented`.
 
-    The wrapped function is wrapped again, with the same options as far as they can be read. `keeps`: see `_made`.
+    The other process wraps the wrapped function again, with all options that can be read. `keeps`: that process stores
+    the new wrapper under its name.
     """
     made = _reduce_wrapper(function)
     return made if made is NotImplemented else _made(own_name(function), keeps, made)
@@ -382,7 +381,7 @@ def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
 
 def _reduce_wrapper(function: types.FunctionType) -> Any:
     if function.__code__ is _DISPATCH_CODE:
-        # The functions may refer to this one.
+        # The registered functions may refer to the dispatching function, so they are its state.
         return _new_dispatch, (), dict(function.registry), None, None, _set_dispatch  # type: ignore[attr-defined]
     if _made_by(function, "torch"):
         return reduce_compiled(function)

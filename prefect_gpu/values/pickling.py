@@ -1,7 +1,7 @@
 """Pickling of users' values.
 
-Classes keep their identity, so `except MyError` and `isinstance` hold in the flow. Values on a device travel as host
-copies. Large buffers (NumPy's, pandas', storages of PyTorch) stay outside the stream (pickle protocol 5). Values that
+Classes keep their identity, so `except MyError` and `isinstance` work in the flow. Values on a device travel as host
+copies. Large buffers (NumPy's, pandas', storages of PyTorch) stay outside the pickle stream (protocol 5). Values that
 cannot be pickled are refused with their type and path. `transport` sends packed values.
 """
 
@@ -28,24 +28,24 @@ Reducer = Callable[[Any], Any]
 #: Types whose objects no framework reduces.
 _NOT_REDUCED = (type, types.FunctionType, types.ModuleType)
 
-#: Packs a stream, in pieces, and the buffers beside it, as `transport.pack` does.
+#: Packs a pickle stream, in pieces, and the buffers outside the stream, as `transport.pack` does.
 Pack = Callable[[Sequence[memoryview], Sequence[memoryview]], PackedValue]
 
-#: Bytes from which a buffer is not copied into the stream: the pickler writes it separately (`FRAME_SIZE_TARGET`).
+#: Bytes from which a buffer stays outside the stream: pickle's own limit for separate writes (`FRAME_SIZE_TARGET`).
 _BESIDE_BYTES = 64 * 1024
 
 #: Most parts of the path to a value that cannot be pickled.
 _LONGEST_PATH = 8
 
-#: Ways to pickle an exception, tried in this order.
+#: Ways to pickle an exception, in order of trial: by its own `__reduce__`, by attributes, by picklable attributes.
 _WHOLE, _BY_PARTS, _TRIMMED = "whole", "by parts", "trimmed"
 
-#: Values that return to the flow's process.
+#: Kinds of values that go to the flow's process.
 _TO_FLOW = ("return value", "exception", "transaction")
 
 
 class _Output:
-    """Receives a pickler's stream in pieces, and the buffers beside it, uncopied."""
+    """Collects a pickler's stream in pieces, and the buffers outside the stream, uncopied."""
 
     def __init__(self) -> None:
         # Joined pieces would hold a large `bytes` twice, and more while they grow.
@@ -53,11 +53,10 @@ class _Output:
         self.buffers: list[memoryview] = []
 
     def write(self, data: bytes | bytearray) -> None:
-        """Take the next piece of the stream: large objects as they are."""
         self.stream.append(memoryview(data))
 
     def take_buffer(self, buffer: pickle.PickleBuffer) -> bool:
-        """Take a buffer unless it is small; `True`: the buffer goes into the stream."""
+        """Collect a large buffer; return `True` for a small buffer, which goes into the stream."""
         view = buffer.raw()
         if view.nbytes < _BESIDE_BYTES:
             return True
@@ -68,8 +67,8 @@ class _Output:
 class ValuePickler(ByValuePickler):
     """Pickles values of a task: functions and classes as `ByValuePickler`, device memory as host copies.
 
-    `reducers` are of the frameworks in use, `error_way` says how exceptions are pickled. `problems` are known to the
-    pickler that tries a part with this one.
+    `reducers` are of the frameworks in use, `error_way` says how exceptions are pickled. `problems` are the `_problems`
+    of the pickler that tries a part of its value with this one.
     """
 
     def __init__(
@@ -84,13 +83,12 @@ class ValuePickler(ByValuePickler):
         self._reducers = reducers
         self._error_way = error_way
         self._options = options
-        #: By id: tried values and their problems. Values are kept alive, so that their ids stay theirs.
+        #: Tried values and their problems, by id. The values are kept alive, so that no id is used again.
         self._problems = {} if problems is None else problems
 
     def reducer_override(self, obj: Any) -> Any:
-        """See `ByValuePickler.reducer_override`."""
+        """Return the pickle reduction of an object; `NotImplemented`: pickle's default is right."""
         kind = type(obj)
-        # `__class__` would load a lazily loaded module.
         if not issubclass(kind, _NOT_REDUCED):
             for reduce in self._reducers:
                 reduction = reduce(obj)
@@ -120,10 +118,10 @@ class ValuePickler(ByValuePickler):
 
 
 def load_call(data: PackedValue | ReceivedValue) -> Any:
-    """Return the received call of a child, or raise `ResultError`: the child cannot import a part of it.
+    """Unpickle a task's call in the child; raise `ResultError` if the child cannot import a part of the call.
 
-    Its classes that the child cannot import return to the flow by their id alone. By value they would replace all
-    attributes of the flow's class: class variables by the child's, methods by copies with other globals.
+    Classes that arrive by value return to the flow by their id. By value they would replace all attributes of the
+    flow's class: class variables by the child's, methods by copies with other globals.
     """
     try:
         with arrivals():
@@ -133,10 +131,7 @@ def load_call(data: PackedValue | ReceivedValue) -> Any:
 
 
 def attribute(module: str, name: str) -> Apart:
-    """Return an attribute of a module for a child that lacks it: by value, even if it is importable.
-
-    Raises `AttributeError` if there is no such attribute, and `ResultError` if it cannot be pickled.
-    """
+    """Pickle a module's attribute by value, for a child that lacks it; raise `AttributeError` or `ResultError`."""
     value = find_in_module(module, name)
     if value is None and name not in (look_at(module, "__dict__") or {}):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
@@ -145,20 +140,20 @@ def attribute(module: str, name: str) -> Apart:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A pickled value inside another value. It is unpickled on request."""
+    """A pickled value inside another value; `load` unpickles it."""
 
     stream: bytes
-    #: Buffers beside the stream.
+    #: Buffers outside the stream.
     buffers: tuple[Any, ...]
 
     @classmethod
     def of(cls, value: Any, what: str, name: str, lacking: frozenset[Key] = frozenset()) -> Apart:
-        """Pickle a value, or raise `ResultError`. See `check`."""
+        """Pickle a value, or raise `ResultError`. Arguments are those of `check`."""
         output = check(value, what, name, lacking=lacking)
         return cls(b"".join(output.stream), tuple(map(pickle.PickleBuffer, output.buffers)))
 
     def load(self) -> Any:
-        """Unpickle the value, or raise any error. Its classes of the parent count as received with the call."""
+        """Unpickle the value; any error may be raised. Its classes count as classes of the flow's process."""
         with arrivals():
             return pickle.loads(self.stream, buffers=self.buffers)
 
@@ -170,14 +165,10 @@ def dumps(
     reducers: tuple[Reducer, ...] = (),
     pack: Pack = transport.pack,
 ) -> PackedValue:
-    """Pickle and pack a value for the other process.
+    """Pickle and pack a value for the other process, with the reducers of the frameworks in use.
 
-    Args:
-        value: Anything.
-        what: "return value", "exception", "argument", "function" or "transaction", for the error.
-        name: Name of the value in the error: "result".
-        reducers: Reducers of the frameworks in use.
-        pack: Packs the value.
+    `what` is "return value", "exception", "argument", "function" or "transaction". `name` is the value's name in the
+    error, such as "result".
 
     Raises:
         ResultError: A part of the value cannot be pickled (the error names its type and the path to it), or there is no
@@ -193,7 +184,7 @@ def dumps(
 
 
 def refuse_shared(value: object, what: str, name: str) -> None:
-    """Raise `ResultError` if a value is itself a lock or the like: a new lock would guard nothing."""
+    """Raise `ResultError` if a value itself is a lock, a queue or the like: its copy would synchronise nothing."""
     if made_anew.is_shared(value):
         use = f"multiprocessing.Manager().{type(value).__name__.strip('_').capitalize()}()"
         reason = f"it works between the threads of one process; use {use}"
@@ -209,9 +200,10 @@ def check(
     error_way: str = _WHOLE,
     lacking: frozenset[Key] = frozenset(),
 ) -> _Output:
-    """Pickle a value without packing it. See `dumps`, and `ByValuePickler` for `lacking`.
+    """Return the pickle of a value, not packed; raise `ResultError` as `dumps` does.
 
-    `depth` bounds the search for the part that cannot be pickled. `error_way` says how exceptions are pickled.
+    `depth` bounds the search for the part that cannot be pickled. `error_way` says how exceptions are pickled. For
+    `lacking` see `ByValuePickler`.
     """
     to_flow = what in _TO_FLOW
 
@@ -236,19 +228,18 @@ def check(
         except Exception:
             if to_flow:
                 raise
-            # Names in annotations are rarely needed, and may be the part that cannot be pickled.
+            # Variables named in annotations are rarely needed, and may be the part that cannot be pickled.
             return pickled(with_hints=False)
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, short_text(error)) from error
     except Exception as error:
-        # The smallest part that cannot be pickled is named.
         for suffix, part in _parts(value) if depth else ():
             check(part, what, name + suffix, reducers, depth - 1, error_way)
         raise ResultError(what, name, _type_name(value), short_text(error)) from error
 
 
 def loads(data: PackedValue | ReceivedValue, what: str) -> Any:
-    """Unpickle a value from the other process over the received buffers, or raise `ResultError`."""
+    """Unpickle a value of the other process, in place in the received buffers, or raise `ResultError`."""
     try:
         return _load(data)
     except Exception as error:
@@ -262,10 +253,10 @@ def _load(data: PackedValue | ReceivedValue) -> Any:
 
 
 def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> PackedValue:
-    """Pickle an exception so that it can be unpickled in any case.
+    """Pickle and pack an exception in a form that the other process can always unpickle.
 
-    Attributes that cannot be pickled are left out and named in a note. If the class cannot be pickled, or the exception
-    cannot be shown, a `ResultError` with its type and text replaces the exception.
+    Attributes that cannot be pickled are left out and named in a note. If the class cannot be pickled, or the text of
+    the copy fails, a `ResultError` with the exception's type and text replaces the exception.
     """
     problem: Exception | None = None
     for way in (_WHOLE, _BY_PARTS, _TRIMMED):
@@ -287,12 +278,12 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
 
 
 def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
-    """Raise if an exception arrives with another type or text, or cannot be used by Prefect."""
+    """Raise an error if the unpickled exception has another type or (`exactly`) text, or Prefect cannot use it."""
     try:
         again = _load(data)
         if type(again) is not type(error):
             raise TypeError(f"it comes back as a {_type_name(again)}")
-        # Prefect reads the text of an error, and context managers of Python set its traceback.
+        # Prefect reads an error's text, and Python's context managers set its traceback.
         text = str(again)
         again.__traceback__ = again.__cause__ = None
     except Exception as problem:

@@ -1,7 +1,7 @@
-"""Registrations by module-level code of a script: Keras' travel, and errors of other libraries get a note.
+"""Registrations with Keras by a script's module-level code, and a note in errors about other missing registrations.
 
 Module-level code of a script does not run in a task's process. Keras finds the classes of a model by its registry, so
-the registry's private classes are registered there, too, once Keras is imported. Other registries cannot be read.
+private classes of the flow's registry are registered in the task's process, too. Other registries cannot be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNREGISTERED = re.compile(
     re.IGNORECASE,
 )
 
-#: Note for such errors.
+#: Note in errors about missing registrations.
 NOTE = (
     "The module-level code of a script does not run in the process of a GPU task. If something is registered there, "
     "register it in a module that the script imports, or in the task"
@@ -34,7 +34,7 @@ NOTE = (
 
 
 def find_registered() -> dict[str, Key]:
-    """Return the private functions and classes in Keras' registry, by their registered names."""
+    """Return module and name of the private functions and classes in Keras' registry, by their registered names."""
     keras = imported("keras", "saving")
     if keras is None:
         return {}
@@ -58,7 +58,7 @@ def _register(registered: Mapping[str, Key]) -> None:
     for name, (module, qualified) in registered.items():
         found: Any = stand_in(module)
         for part in qualified.split("."):
-            # Asks the flow's process.
+            # A stand-in asks the flow's process.
             found = getattr(found, part, None)
         if found is not None and name not in known:
             package, _, short = name.rpartition(">")
@@ -66,10 +66,10 @@ def _register(registered: Mapping[str, Key]) -> None:
 
 
 def add_note(error: BaseException, function: Any) -> None:
-    """Add a note to an error of a task's body whose cause may be a registration by a script's module-level code."""
+    """Add `NOTE` to an error of a task's body if its text suggests a missing registration of a script's function."""
     try:
         fits = travels_by_value(function) and _UNREGISTERED.search(str(error)) is not None
-    except Exception:  # a text of the user's that cannot be had
+    except Exception:  # the error's own `__str__` failed
         return
     if fits and sys.version_info >= (3, 11):
         error.add_note(NOTE)

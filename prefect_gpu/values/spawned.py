@@ -1,11 +1,11 @@
-"""Functions and classes that a body passes to processes of `multiprocessing`, and their results.
+"""Pickling of functions and classes between a task's process and its `multiprocessing` processes.
 
-Such a process imports functions and classes by the names of their modules. The user's `__main__`, a notebook or a
-script that was loaded by path does not run in it, so their functions and classes travel by value (`by_value`). This
-holds for all users of the pickler of `multiprocessing`, with each start method: `Process`, `Pool`,
-`ProcessPoolExecutor`, `torch.multiprocessing.spawn` and the workers of a `DataLoader`.
+Such a process imports functions and classes by module and name. The user's `__main__`, a notebook or a script loaded by
+path does not run there, so its functions and classes travel by value (`by_value`): for all users of the pickler of
+`multiprocessing` (`Process`, `Pool`, `ProcessPoolExecutor`, `torch.multiprocessing.spawn`, workers of a `DataLoader`),
+with each start method.
 
-Functions, classes and variables that a receiving process has under their names stay, and functions of one module share
+Existing functions, classes and variables of the receiving process are not replaced, and functions of one module share
 their global variables. So the functions of a `Pool` see the variables that its initializer sets.
 """
 
@@ -31,7 +31,7 @@ from prefect_gpu.values.by_value import ByValuePickler, Key, find
 from prefect_gpu.values.importable import travels_by_value
 from prefect_gpu.values.made_anew import own_name
 
-#: Pickled functions and classes that were sent or received.
+#: Functions and classes that were sent or received, as pickles.
 _sent: dict[Key, bytes] = {}
 
 
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def keep_main_from_running() -> None:
-    """Keep processes that this one starts from running the script: the stand-in for `__main__` has its file."""
+    """Keep `multiprocessing` processes from running the user's script, the file of the stand-in for `__main__`."""
     spawn: Any = importlib.import_module("multiprocessing.spawn")
     prepare = spawn.get_preparation_data
 
@@ -53,14 +53,12 @@ def keep_main_from_running() -> None:
 
 
 def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
-    """Return the class or function that another process sent.
+    """Return a class or function that another process sent.
 
-    Args:
-        key: Its name; `None`: no name of its own.
-        data: Output of `ByValuePickler`; `None`: this process must have it.
-        problem: Reason why it cannot be sent by value.
+    `key`: module and name; `None`: no own name. `data`: output of `ByValuePickler`; `None`: the object could not be
+    pickled for the reason `problem`, so this process must have it.
     """
-    # This process may send such a class back.
+    # This process may send the class back.
     install()
     found = find(key)
     if found is not None:
@@ -74,16 +72,15 @@ def load(key: Key | None, data: bytes | None, problem: str = "") -> Any:
 
 
 def _release_in_fork(owner: type) -> None:
-    # Another thread may have held it, which does not exist in the fork.
+    # The lock may be held by a thread that does not exist in the fork.
     internals._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
 
 
 def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
     if not isinstance(obj, (type, FunctionType)) or not travels_by_value(obj):
         return NotImplemented
-    # `None`: its module does not have it under its name.
     key = own_name(obj)
-    # A process that starts gets global variables as they are now. One that runs has them.
+    # A process that is being started gets current global variables, not an older pickle. A running process has them.
     data = None if key is None or get_spawning_popen() is not None else _sent.get(key)
     if data is None:
         file = io.BytesIO()
@@ -93,11 +90,10 @@ def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
             if key is None:
                 raise
             if find_in_namespace(*key) is obj and key[0] in sys.modules and key[0] != "__main__":
-                # A library's module can be imported, though no finder knows it.
+                # A library's module that no finder knows can be imported all the same.
                 return NotImplemented
             if not _is_forked():
                 raise
-            # A forked process has it.
             return load, (key, None, short_text(error))
         data = file.getvalue()
         if key is not None:
@@ -106,7 +102,7 @@ def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
 
 
 def _is_forked() -> bool:
-    """Return whether this process may be, or have, a fork of `multiprocessing`, with the same functions and classes."""
+    """Return whether this process may be, or may have, a `multiprocessing` fork, which has the same functions."""
     if multiprocessing.parent_process() is not None:
         return True
     started = (getattr(each, "_popen", None) for each in multiprocessing.active_children())

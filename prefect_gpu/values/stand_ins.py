@@ -1,9 +1,8 @@
-"""Modules of the flow's process that this process cannot import: `__main__`, and modules that were loaded by path.
+"""Stand-ins for modules of the flow's process that this process cannot import: `__main__`, and modules loaded by path.
 
-In a process that received functions or classes by value, a stand-in has the name of their module and holds them, so
-that `pickle`, `typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's
-process once, and the object arrives by value. Module-level code of the script does not run here. `by_value` makes
-functions and classes.
+A stand-in has the name of such a module and the functions and classes that arrived by value, so `pickle`,
+`typing.get_type_hints` and `import __main__` find them. For a missing name a stand-in asks the flow's process once, and
+the object arrives by value. Module-level code of the script does not run. `by_value` makes functions and classes.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.hooks import AfterImport
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: Returns the attribute of a module of the flow's process.
+#: Returns an attribute of a module in the flow's process, by the names of both, or raises `AttributeError`.
 Source = Callable[[str, str], Any]
 
 
 class _Asking:
-    """The state of asking for names. Any thread may read a stand-in."""
+    """This process's state of asking the flow's process for names. Any thread may read a stand-in."""
 
     def __init__(self) -> None:
         #: `None`: this process cannot ask, as in a fork, which has no channel.
         self.source: Source | None = None
         #: Names that the flow's process does not have, with their modules.
         self.absent: set[tuple[str, str]] = set()
-        #: `names`: the names that a thread is asking for, since an arriving object may need itself.
+        #: `names`: names that a thread is asking for. They count as absent: an arriving object may need itself.
         self.by_thread = threading.local()
 
 
@@ -43,7 +42,7 @@ PROCESS_RESOURCES.after_fork(_asking, lambda asking: setattr(asking, "source", N
 
 
 def set_source(source: Source | None) -> None:
-    """Set the function that asks for an attribute of a module, or raises `AttributeError`; `None`: ask no more."""
+    """Set the function that asks the flow's process for a module's attribute; `None`: ask no more."""
     _asking.source = source
 
 
@@ -52,23 +51,21 @@ def _absent(module: str, name: str) -> AttributeError:
 
 
 class StandIn(ModuleType):
-    """Stands for a module of the flow's process."""
+    """Module in place of a module of the flow's process, which is asked for missing attributes."""
 
     #: Tells `importable` that no interpreter can import the module.
     stands_in = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            # Libraries look for these in each module; their absence is an answer.
+            # Libraries look for these in each module, and expect that some are missing.
             raise _absent(self.__name__, name)
         return vars(self).setdefault(name, fetch(self.__name__, name))
 
 
 def fetch(module: str, name: str) -> Any:
-    """Return an attribute of a module of the flow's process, or raise `AttributeError`. Each name is asked once.
-
-    No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
-    """
+    """Return an attribute of a module of the flow's process, or raise `AttributeError`; ask for absent names once."""
+    # No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
     key = (module, name)
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
     if _asking.source is None or key in names or key in _asking.absent:
@@ -84,7 +81,7 @@ def fetch(module: str, name: str) -> Any:
 
 
 def stand_in(name: str) -> ModuleType:
-    """Return the module of a name for functions that travel by value; import it, or make a stand-in, if needed."""
+    """Return the module of a name, imported if possible, else a stand-in; always a stand-in for `__main__`."""
     found = sys.modules.get(name)
     if isinstance(found, StandIn):
         return found
@@ -100,7 +97,7 @@ def stand_in(name: str) -> ModuleType:
 
 
 def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the global variables of a module's functions that travel by value; a stand-in gets missing attributes."""
+    """Return the global variables for a module's functions that travel by value; set missing ones of a stand-in."""
     module = stand_in(name)
     held = vars(module)
     if isinstance(module, StandIn):
@@ -109,7 +106,7 @@ def namespace(name: str, attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep(key: tuple[str, str] | None, value: Any) -> None:
-    """Keep an object under its name in its module, unless the module has one; `None`: no name."""
+    """Store an object under its name (`None`: no name) in its module, unless the module has an object of that name."""
     if key is not None and "." not in key[1]:
         vars(stand_in(key[0])).setdefault(key[1], value)
 
@@ -123,14 +120,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec that makes a stand-in."""
         if fullname not in self._names or _asking.source is None:
             return None
         is_package = any(name.startswith(fullname + ".") for name in self._names)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the stand-in."""
         return StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -138,11 +133,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(private: Iterable[str], users: Iterable[str]) -> None:
-    """Give this process a stand-in for the flow's `__main__`, and make modules ask for missing names.
+    """Install stand-ins for `__main__` and the flow's `private` modules; make `users` modules ask for missing names.
 
-    Args:
-        private: Modules of the flow's process that no fresh interpreter can import.
-        users: The user's other modules there: a script may have added to them.
+    `private`: modules that no fresh interpreter can import. `users`: the user's others; a script may have added names.
     """
     stand_in("__main__")
     names = frozenset(private)
@@ -161,7 +154,7 @@ def _ask_for_missing(name: str) -> None:
     module = sys.modules[name]
 
     def ask(attribute: str) -> Any:
-        # `from package import module` imports a submodule.
+        # For a submodule, `from package import module` imports it next.
         if attribute.startswith("__") or _has_submodule(name, attribute):
             raise _absent(name, attribute)
         return vars(module).setdefault(attribute, fetch(name, attribute))

@@ -1,13 +1,13 @@
-"""How bytes, memory files and values travel over the socket between a parent and its child.
+"""Transport of bytes, memory files and values over the socket between a parent process and its child.
 
 - A *frame* is a kind (1 byte), a length (8 bytes, big-endian) and that many bytes. A stream that ends inside a frame
   means that its sender died, which is no error of the protocol.
 - A *memory file* is memory without a name that passes from process to process by descriptor. It is written once,
   sealed, and mapped privately: no other process sees a change of the mapping. Its memory is freed with its last
   descriptor and its last mapping, also after the death of a process.
-- A *value* is pickled into a stream and large buffers beside it. `pack` makes a `PackedValue` of both: one frame and
-  the memory files sent with it. The other side turns it into a `ReceivedValue`, which is unpickled in place. Small
-  values are a frame without files; so are all values if the system has no memory files (macOS).
+- A *value* is pickled into a stream and large buffers outside the stream. `pack` makes a `PackedValue` of both: a frame
+  and the memory files sent with it. `unpack` makes a `ReceivedValue` on the other side, which is unpickled in place.
+  Small values are a frame without files; so are all values if the system has no memory files (macOS).
 
 `messages` has the contents of frames. The sockets belong to `launcher` and to the child's channel.
 """
@@ -31,17 +31,16 @@ from typing import Final, NamedTuple, TypeAlias
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 
-#: Whether this system has memory files, as Linux. (`/dev/shm` is no substitute: containers give it 64 MB, and names in
-#: it outlive the process that made them.)
+#: Whether this system has memory files, as Linux. (`/dev/shm` is no substitute: containers give it 64 MB, and its files
+#: outlive the process that made them.)
 AVAILABLE = hasattr(os, "memfd_create")
 
-#: Bytes written in one call of `pwrite`, which is faster than writing to a shared mapping (2 GB, 2 cores, Linux 6.18:
-#: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no writable mapping, which would prevent the seal.
-#: Pieces from 256 KiB to 64 MiB take the same time.
+#: Bytes in one call of `pwrite`; 256 KiB to 64 MiB take the same time. `pwrite` is faster than a shared mapping (2 GB,
+#: 2 cores, Linux 6.18: 0.56 s and 0.83 to 1.77 s), lets other threads run, and leaves no mapping to prevent the seal.
 _WRITE_BYTES = 8 << 20
 
-#: Bytes that are compared in one call: less than `malloc` takes from the system anew each time (128 KiB). It takes less
-#: than half the time of writing the file anew (256 MiB, 2 busy cores: 0.07 and 0.16 s).
+#: Bytes compared in one call: less than `malloc` takes from the system anew each time (128 KiB). Comparing takes less
+#: than half the time of writing a new file (256 MiB, 2 busy cores: 0.07 and 0.16 s).
 _COMPARE_BYTES = 64 << 10
 
 #: Files mapped at a time in one process before Python 3.13, where a mapping keeps a descriptor: a quarter of the usual
@@ -56,7 +55,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 
 class MemoryFile(io.FileIO):
-    """A memory file; it owns its descriptor. It is closed with its last reference, or by a fork; mappings stay."""
+    """A memory file with its descriptor, closed with the last reference, and in a fork; its mappings stay."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -67,16 +66,16 @@ class MemoryFile(io.FileIO):
         self.close()
 
     def map(self) -> mmap.mmap:
-        """Map the whole file, copy on write, or raise `ProtocolError`."""
+        """Return a private (copy-on-write) mapping of the whole file, or raise `ProtocolError`."""
         try:
             return _map_privately(self.fileno(), os.fstat(self.fileno()).st_size)
         except (OSError, ValueError, MemoryError) as error:
             raise ProtocolError(f"a memory file cannot be mapped: {error}") from error
 
     def holds(self, parts: Sequence[memoryview]) -> bool:
-        """Return whether the file holds exactly these bytes, as `write_file` lays them out."""
+        """Return whether the file has exactly the bytes of `parts`, as `write_file` lays them out."""
         offsets, end = lay_out([part.nbytes for part in parts])
-        # `bytes` are compared at once; views element by element, with the interpreter's lock held.
+        # Views would be compared element by element, with the interpreter's lock held; `bytes` are compared at once.
         return os.fstat(self.fileno()).st_size == end and all(
             os.pread(self.fileno(), len(piece := part[at : at + _COMPARE_BYTES]), offset + at)
             == piece.tobytes()
@@ -111,10 +110,9 @@ def lay_out(sizes_bytes: Sequence[int], alignment: int = _ALIGNMENT) -> tuple[li
 
 
 def write_file(parts: Sequence[memoryview], alignment: int = _ALIGNMENT) -> MemoryFile:
-    """Write flat parts to a new memory file, laid out by `lay_out`, and seal it.
+    """Write flat parts to a new sealed memory file, as `lay_out` places them.
 
-    Raises:
-        OSError: The system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it (`ENOMEM`, `ENOSPC`).
+    Raises `OSError`: the system makes no such file (`ENOSYS`, `EMFILE`), or has no memory for it (`ENOMEM`, `ENOSPC`).
     """
     offsets, end = lay_out([part.nbytes for part in parts], alignment)
     file = MemoryFile(os.memfd_create("prefect-gpu", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
@@ -142,7 +140,7 @@ BOOT: Final = 3
 #: Longest frame. A larger length is garbage on the stream.
 LONGEST_FRAME_BYTES: Final = 1 << 44
 
-#: Bytes from which a frame's body gets memory of its own, without zeros, that returns to the system after its last use.
+#: Bytes from which a frame's body is a mapping: no zeros are written, and it returns to the system after its last use.
 MAPPED_BYTES: Final = 1 << 20
 
 #: A frame's body: bytes that pickle reads in place.
@@ -158,7 +156,7 @@ _RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def frame_header(kind: int, size_bytes: int) -> bytes:
-    """Return the header of a frame; its body is written after it."""
+    """Return the header of a frame, which precedes the frame's body."""
     return HEADER.pack(kind, size_bytes)
 
 
@@ -167,14 +165,14 @@ def allocate_body(size_bytes: int) -> FrameBody:
     try:
         if size_bytes < MAPPED_BYTES:
             return bytearray(size_bytes)
-        # Private, where Python's default is shared: the system may then use huge pages.
+        # Private, unlike Python's default: the system may then use huge pages.
         return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (MemoryError, OSError, OverflowError) as error:
         raise ProtocolError(f"a message of {size_bytes} bytes finds no memory: {error}") from error
 
 
 def send(channel: socket.socket, data: memoryview, files: Sequence[MemoryFile] = ()) -> int:
-    """Send some of `data`, and all of `files` with its first byte; return the number of bytes sent.
+    """Send some of `data`, and the descriptors of all `files` with its first byte; return the number of bytes sent.
 
     The kernel delivers descriptors with the byte that they were sent with, and never joins that byte to earlier bytes.
 
@@ -225,10 +223,7 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Reads frames from a socket, blocking or not, in pieces of any size.
-
-    Bytes are received straight into the memory of their frame, and never past its end.
-    """
+    """Reads frames from a socket, blocking or not, in pieces of any size; receives into a frame, never past its end."""
 
     def __init__(self) -> None:
         self._header = memoryview(bytearray(HEADER.size))
@@ -241,7 +236,7 @@ class FrameReader:
 
     @property
     def truncated(self) -> bool:
-        """Whether the stream ended inside a frame, if no more bytes come."""
+        """Whether a part of a frame has been received: a stream that ends now ends inside a frame."""
         return self._kind is not None or len(self._free) < HEADER.size
 
     def drop_files(self) -> None:
@@ -249,7 +244,7 @@ class FrameReader:
         self._files = []
 
     def receive(self, channel: socket.socket) -> Frame | None:
-        """Receive some bytes; return the frame that they complete. `None`: no frame is complete yet.
+        """Receive some bytes; return the frame that is complete with them, or `None`.
 
         Raises:
             EOFError: The other end is closed.
@@ -282,9 +277,9 @@ class FrameReader:
 
 # Values.
 
-#: Bytes from which a part of a value travels in a memory file. Pickled, sent, mapped and read in another process, by
-#: frame and by file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and 0.29 for 256 KiB, 0.97 and 0.58 for
-#: 1 MiB, 5.5 and 2.7 for 4 MiB. Up to 1 MiB that is not worth a descriptor on both sides.
+#: Bytes from which a part of a value has a memory file. Pickling, sending, mapping and reading take, by frame and by
+#: file (medians, 2 busy cores): 0.14 and 0.19 ms for 64 KiB, 0.29 and 0.29 for 256 KiB, 0.97 and 0.58 for 1 MiB, 5.5
+#: and 2.7 for 4 MiB. Up to 1 MiB, a file is not worth a descriptor on both sides.
 FILE_BYTES = 1 << 20
 
 #: Most memory files of one value, each with a descriptor. Large parts have a file each, so that releasing one frees its
@@ -310,7 +305,7 @@ class PackedValue:
 
     @property
     def frame(self) -> tuple[memoryview, ...]:
-        """The frame's bytes; `files` are sent with the first of them."""
+        """Header and body of the frame; `files` are sent with its first byte."""
         return memoryview(frame_header(VALUE, len(self.body))), memoryview(self.body)
 
     @property
@@ -319,7 +314,7 @@ class PackedValue:
         return len(self.body) + sum(os.fstat(file.fileno()).st_size for file in self.files)
 
     def open(self) -> ReceivedValue:
-        """Read the value in the process that packed it."""
+        """Return the value as if received, in the process that packed it."""
         return unpack(Frame(VALUE, self.body, self.files))
 
 
@@ -329,7 +324,7 @@ class ReceivedValue:
 
     #: Pickle's stream.
     stream: memoryview = field(repr=False)
-    #: Pickle's buffers beside the stream.
+    #: Pickle's buffers outside the stream.
     buffers: tuple[memoryview, ...] = field(default=(), repr=False)
     #: Frame of the value, whose memory files are open; `None`: parts without a frame.
     frame: Frame | None = field(default=None, repr=False)
@@ -340,16 +335,10 @@ def pack(
     buffers: Sequence[memoryview],
     write: WriteFile | None = write_file,
 ) -> PackedValue:
-    """Pack a pickled value. Large parts go into memory files, if the system makes them.
+    """Pack a pickled value: its stream, in pieces, and the buffers outside the stream. Large parts get memory files.
 
-    Args:
-        stream: Pickle's stream, in pieces.
-        buffers: Pickle's buffers beside the stream.
-        write: Makes the files of buffers; `None`: everything is in the frame.
-
-    Raises:
-        OSError: There is no memory for the value (`ENOMEM`, `ENOSPC`).
-        MemoryError: Likewise.
+    `write` makes the files of buffers; `None`: everything is in the frame, as on a system without memory files. Without
+    memory for the value, `MemoryError` or `OSError` (`ENOMEM`, `ENOSPC`) is raised.
     """
     if AVAILABLE and write is not None:
         try:
@@ -357,13 +346,13 @@ def pack(
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.ENOSPC):
                 raise
-            # No descriptor, a limit on the size of files, or a sandbox: the frame needs no file.
+            # No free descriptor, a limit on the size of files, or a sandbox: the frame needs no file.
     return _pack(stream, buffers, None)
 
 
 def group_parts(sizes_bytes: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of the parts in each memory file; the other parts stay in the frame."""
-    # One file is for the stream, and one for all other parts.
+    """Return the numbers of the parts for each memory file; all other parts stay in the frame."""
+    # Two files are left: for the stream, and for all smaller parts together.
     own = [index for index, size in enumerate(sizes_bytes) if size >= FILE_BYTES][: MOST_FILES - 2]
     others = [index for index in range(len(sizes_bytes)) if index not in own]
     groups = [[index] for index in own]
@@ -387,11 +376,11 @@ def _pack(
             places |= {1 + n: (len(files), at) for n, at in zip(group, offsets, strict=True)}
             files.append(write([buffers[index] for index in group]))
         if sizes[0] >= FILE_BYTES:
-            # Large `bytes`, and arrays that pickle as such, are in the stream. No other value has the same stream.
+            # The stream has large `bytes`. Its file is not shared: no other value has the same stream.
             places[0] = (len(files), 0)
             files.append(write_file(stream, alignment=1))
     inside = [number for number in range(len(parts)) if number not in places]
-    # The table is laid out as one more part, so that the parts are aligned as in a file.
+    # The table is laid out as a part, so that the other parts are aligned as in a file.
     table_bytes = _COUNT.size + _PART.size * len(parts)
     (_, *offsets), end = lay_out([table_bytes, *(sizes[number] for number in inside)])
     places |= {n: (-1, offset) for n, offset in zip(inside, offsets, strict=True)}
@@ -409,7 +398,7 @@ def _pack(
 
 
 def unpack(frame: Frame) -> ReceivedValue:
-    """Find a value's parts in its frame and its mapped files, or raise `ProtocolError`: they do not fit."""
+    """Return the value in a frame and its mapped files; raise `ProtocolError` if the table of parts is wrong."""
     # The frame is last, at index -1.
     memory = [*(memoryview(file.map()) for file in frame.files), memoryview(frame.body)]
     parts: list[memoryview] = []

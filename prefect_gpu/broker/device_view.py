@@ -277,7 +277,7 @@ class DeviceView:
             self._computed_for = [None] * len(self._keys)
         computed_for = list(self._computed_for)
         for at, snapshot in enumerate(reading.snapshots):
-            if before and snapshot == before[at]:
+            if before and snapshot is before[at]:
                 continue
             computed_for[at] = None
             self._states[at] = DeviceState(snapshot, 0, 0, 0)

@@ -308,7 +308,7 @@ class Broker:
             return self._machine.known.states()
 
     def waiting(self, longer_s: float) -> list[Request]:
-        """Return requests of this broker that have waited longer than `longer_s`, as many as `max_processes` lets start."""
+        """Return requests that have waited longer than `longer_s`, at most as many as `max_processes` has room for."""
         with self._known:
             known, until_s = self._machine.known, self._clock.now() - longer_s
             found = [r for t in known.waiting.values() if (r := t.request).submitted_s <= until_s]

@@ -91,7 +91,7 @@ FileIdentity: TypeAlias = tuple[int, int]
 
 
 def host_ledger(folder: Path | None = None) -> Ledger:
-    """Return the ledger that all processes of this machine share: one object for each folder in a process."""
+    """Return this process's object for the ledger that all processes of the machine share in a folder."""
     return PROCESS_RESOURCES.get(
         ("ledger", folder_key(folder)), lambda: Ledger(partial(HostStore, folder, shared_folder))
     )

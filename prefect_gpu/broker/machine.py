@@ -425,7 +425,7 @@ class Machine:
         self._sample()
 
     def _ask_for_memory(self) -> None:
-        """Tell own tickets, by the wishes in the ledger, that their processes are to be suspended or may resume."""
+        """Tell this broker's tickets whether the ledger wants their processes suspended, or lets them resume."""
         known = self.known
         if known.settings.remote:
             # There may be tens of thousands of tickets, and no task of a cluster is suspended.

@@ -83,7 +83,7 @@ class Node:
 
 
 class Nodes:
-    """All nodes of a cluster with devices, and the flow's processes on them. Any thread may use it."""
+    """The nodes of a cluster that have devices, and the flow's processes there. Safe to use from several threads."""
 
     def __init__(self, store: wire.ObjectStore) -> None:
         self.store = store

@@ -95,7 +95,7 @@ class RayStore:
 
 
 def make_agent(settings: NodeSettings) -> NodeAgent:
-    """Return a new agent for this process, an actor of Ray."""
+    """Return a new agent of the node on which this process, a Ray actor, runs."""
     return NodeAgent(settings, RayStore(), visible_devices(), VERSION)
 
 

@@ -51,7 +51,10 @@ class JaxAdapter(adapter.FrameworkAdapter):
         return variables
 
     def apply(self, policy: FrameworkPolicy) -> None:
-        """Enforce the cap's variables; if a tag names JAX, check that JAX finds the devices, not only the CPU."""
+        """Reset environment variables of the body that exceed the memory cap, and check that JAX finds its devices.
+
+        The check is made only if a tag names JAX: without its CUDA plugin JAX would silently use the CPU.
+        """
         if policy.cap_bytes(self.name) is not None:
             _hold_cap(os.environ, self.environment(policy))
         if policy.device_kind != "nvml" or self.name not in policy.frameworks:

@@ -215,7 +215,7 @@ class TorchAdapter(FrameworkAdapter):
                 cuda.empty_cache()
 
     def reduce_to_host(self, value: Any) -> Any:
-        """Return a pickle reduction of a storage that is untyped, large or on a CUDA device; else `NotImplemented`.
+        """Return a pickle reduction of a storage; `NotImplemented`: a small typed storage on the host, or another value.
 
         Tensors, views, parameters, modules and sparse tensors are pickled with their storages. Reducing only storages
         keeps their class, strides and `requires_grad`. A tensor wraps its storage in a new `TypedStorage` each time it
@@ -253,7 +253,7 @@ def reduce_large(value: Any) -> Any:
 
 
 def _reduce(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] = ()) -> Any:
-    """Reduce a storage that is large and on the host, or on a device type for its class; else `NotImplemented`."""
+    """Reduce a storage that is large, or on one of the device types given for its class; else `NotImplemented`."""
     torch = imported("torch", "storage")
     if torch is None:
         return NotImplemented

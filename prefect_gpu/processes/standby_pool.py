@@ -164,7 +164,7 @@ class StandbyPool:
             self._wake()
 
     def announce(self, kind: Kind) -> Announcement:
-        """Keep a standby for a submitted task of a kind, and return the task's launcher."""
+        """Note that a task of a kind was submitted, so that a standby is started for it, and return its launcher."""
         announcement = Announcement(self, kind)
         with self._changed:
             self._announced[announcement] = None
@@ -375,7 +375,7 @@ class StandbyPool:
         return max(most for most, _ in self._owners.values())
 
     def _imports_at_once(self) -> int:
-        """Return how many standbys may import at once: half the cores, with many announced tasks every free core."""
+        """Return how many standbys may import at once: half the cores, or a free core for each announced task."""
         half = most_imports(self._cores)
         return max(half, min(len(self._announced), self._cores - len(self._running)))
 

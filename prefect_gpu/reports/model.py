@@ -66,7 +66,7 @@ Source = Literal["nvml", "framework", "host", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessPeak:
-    """On one device: the peak memory of one process of a task, or of all its processes, and the task's budget."""
+    """Peak memory on one device and the task's budget: of one process of a task, or of all of them (no `pid`)."""
 
     device_index: int
     #: `None`: all processes together.

@@ -258,7 +258,7 @@ def _without_secrets(name: str, value: Any) -> Any:
 
 
 def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
-    """Read the reports of GPU tasks from Prefect's API, as values: of a flow's `last` runs, or of one flow run.
+    """Return the task reports of a flow run (id or name), or of the `last` runs of a flow (name), from Prefect's API.
 
     Raises:
         ReportError: There is no such flow, its runs have no reports, or the API does not answer.

@@ -235,7 +235,7 @@ class ActiveRunner:
         return future
 
     def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
-        """Return the plan of a task with tags `around` its call, or an error in the tags; `None`: it is no GPU task."""
+        """Return the plan of a task, or the error in its tags; `None`: no GPU task. `around`: tags of the call."""
         self._warn_of_near_misses(task, around)
         try:
             policy = parse_tags(task.tags, around)

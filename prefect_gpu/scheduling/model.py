@@ -210,7 +210,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Mark on the reservation of a probe (first run, need unknown) that shares its device."""
+    """Facts in the reservation of a first run, whose need is unknown and which shares its device."""
 
     #: Monotonic seconds when the probe was placed.
     since_s: float

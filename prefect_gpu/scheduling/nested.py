@@ -54,7 +54,7 @@ class Scene:
         return request_id in self.holders and self.holders[request_id].waits
 
     def unused_bytes(self, reservation: Reservation, lent: Mapping[str, int]) -> int:
-        """Return the bytes of a reservation that its processes do not hold and its request does not lend."""
+        """Return the bytes of a reservation that its processes do not use and that are not lent (`lent`: by request)."""
         request_id = reservation.request_id
         held = self.measured.get(reservation.device_key, {}).get(request_id, 0)
         return max(0, reservation.reserved_bytes - lent.get(request_id, 0) - held)

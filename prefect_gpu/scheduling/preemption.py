@@ -73,7 +73,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tasks to suspend so that a request can start on `devices`, once earlier plans of the same pass are carried out."""
+    """Tasks to suspend so that a request can start on `devices`, if earlier plans of the pass are carried out."""
 
     request_id: str
     devices: tuple[DeviceKey, ...]
@@ -161,7 +161,7 @@ def _cost_s(tasks: Iterable[Running]) -> float:
 
 
 def _rank(choices: Sequence[_Choice]) -> tuple[float, int, int]:
-    """Return the sort key of choices, cheapest first: seconds, tasks that are not moved to another device, all tasks."""
+    """Return the cost of suspending tasks: seconds, how many are not moved to another device, how many in all."""
     suspended = [each for each in choices if each.task is not None]
     return _cost_s(_new(choices)), sum(not each.moves for each in suspended), len(suspended)
 

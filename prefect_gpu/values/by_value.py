@@ -234,7 +234,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
     def _patches(
         self, function: types.FunctionType, variables: Mapping[str, Any]
     ) -> list[tuple[types.ModuleType, str, Any]]:
-        """Return module, name and value of the private functions and classes that a function reads from modules."""
+        """Return module, name and value of what a function reads from modules and a child could not import."""
         if self._to_flow:
             return []
         found = []
@@ -258,7 +258,7 @@ def travels_by_value_of_module(name: str) -> bool:
 
 
 def _is_private(value: Any) -> bool:
-    """Return whether a value is a function or class of a user's private module."""
+    """Return whether a value is a function or class of a user's module that a child cannot import."""
     return (
         isinstance(value, (type, types.FunctionType))
         and travels_by_value(value)

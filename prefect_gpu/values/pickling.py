@@ -278,7 +278,7 @@ def dump_exception(error: BaseException, reducers: tuple[Reducer, ...] = ()) -> 
 
 
 def _check_exception(data: PackedValue, error: BaseException, exactly: bool) -> None:
-    """Raise an error if the unpickled exception has another type or (`exactly`) text, or Prefect cannot use it."""
+    """Raise an error unless `data` unpickles to an exception of `error`'s type (`exactly`: and text) for Prefect."""
     try:
         again = _load(data)
         if type(again) is not type(error):

@@ -164,7 +164,7 @@ class MachineState:
         self.queue.add(ticket.request)
 
     def take_entries(self, changes: Mapping[str, Entry | None]) -> dict[str, Entry | None]:
-        """Apply changed entries; return by request id the entries without devices (`None`: no longer in the queue)."""
+        """Apply changed entries, and return the queue's changes: a waiting entry, or `None` where it waits no more."""
         of_queue: dict[str, Entry | None] = {}
         for request_id, entry in changes.items():
             before = self.entries.pop(request_id, None)

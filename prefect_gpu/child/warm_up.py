@@ -99,7 +99,8 @@ def find_started() -> str:
 def become_task_process(late: Late) -> None:
     """Set a task's environment, folder, arguments and paths.
 
-    Raise `OSError` if the folder does not exist, `ImportError` if a process started now might import other modules.
+    Raise `OSError` if the folder does not exist, `ImportError` if a process that starts now might find other
+    modules than this process has imported.
     """
     _check_modules(late)
     _follow_parent()

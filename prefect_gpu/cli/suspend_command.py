@@ -39,7 +39,7 @@ def find(entries: Mapping[str, Entry], run: str) -> dict[str, Entry]:
 
 
 def suspend(run: str, *, share: bool = False) -> int:
-    """Move the GPU memory of a running task to the host, so that its device is free for a while.
+    """Move the GPU memory of a running task to the host, so that another program can use the device.
 
     The suspension lasts until `prefect-gpu resume`, or the task's end. Without `--share` the freed memory stays reserved.
     The exit code is 1 if a task is not suspended: the task continues, and the reason is printed.

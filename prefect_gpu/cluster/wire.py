@@ -210,7 +210,7 @@ class News:
 def send_call(
     call: PackedValue, store: ObjectStore, sent: MutableMapping[MemoryFile, Part]
 ) -> SentCall:
-    """Return a packed call in the form for a node, large files stored; `sent`: parts for files of earlier calls."""
+    """Return a packed call for a node, and store its large files. `sent` has files of earlier calls, and gets these."""
     for file in call.files:
         if file not in sent:
             memory = memoryview(file.map())

@@ -210,7 +210,7 @@ class SimulatedUse:
         return self._folder.locked(self._lock)
 
     def write(self, use: Use) -> None:
-        """Write the memory of this flow's children."""
+        """Record how much simulated memory the children of this flow hold."""
         if self._hold is None or not self._hold.held:
             # A fork of the flow has no children here.
             return
@@ -276,7 +276,7 @@ class SimulatedReader(DeviceReader):
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Lock all processes' memory for reading and changes. If the shared folder fails, the flow continues alone."""
+        """Lock the record of all processes' simulated memory. If its folder fails, the flow keeps a record of its own."""
         with self._lock, contextlib.ExitStack() as alone:
             if self._shared is not None:
                 try:

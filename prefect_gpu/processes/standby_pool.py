@@ -173,7 +173,7 @@ class StandbyPool:
         return announcement
 
     def retract(self, announcement: Announcement) -> None:
-        """See `Announcement.retract`."""
+        """Keep no standby for an announced task any longer; no effect once the task has had a process."""
         with self._changed:
             if announcement in self._announced:
                 del self._announced[announcement]

@@ -88,7 +88,7 @@ class ProbeGate:
             return free
 
     def release(self, keys: Iterable[HistoryKey] = ()) -> None:
-        """End claims of histories, and wake all task runs that wait for a probe."""
+        """Allow a first run for these history keys again, and wake all task runs that wait for a first run."""
         with self._changed:
             self._claimed.difference_update(keys)
             self._changed.notify_all()

@@ -129,8 +129,9 @@ def device_state(
 ) -> DeviceState:
     """Return the state of one device by the formula of this module.
 
-    `measured` is the result of `measure`; `headroom_bytes` are never reserved. `probe_counts` has the bytes at which a
-    shared probe counts for other probes (`probes.counted_bytes`), by request id; a missing probe counts at its cap.
+    `measured` is the result of `measure`; `headroom_bytes` are never reserved. `probe_counts` has, by
+    request id, the bytes that first runs on the device count for another first run (`probes.counted_bytes`), by default
+    their cap.
     """
     counted, usable = sum(measured.values()), snapshot.usable_bytes
     foreign = max(0, snapshot.used_bytes - counted)

@@ -228,7 +228,7 @@ def _loans(
     scene: Scene,
     lenders: Collection[str],
 ) -> tuple[tuple[str, int], ...]:
-    """Return the bytes of a reservation that each lender lends, the innermost first; the rest is free memory."""
+    """Return how many bytes of a reservation each outer task (`lenders`) lends, the innermost first; the rest is free."""
     lent = lent_bytes(state.reservations)
     unused = Counter[str]()
     for each in state.reservations:

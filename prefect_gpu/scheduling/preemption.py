@@ -105,11 +105,11 @@ def plan(
     max_tasks: int | None = None,
     refuses: Callable[[Request, str], bool] = lambda request, node: False,
 ) -> list[Plan]:
-    """Return plans for blocked requests that can start if tasks are suspended: new ones for at most `HEADS` requests.
+    """Return the plans of this pass: for each blocked request that can start if tasks are suspended, those tasks.
 
-    Each pass replaces all plans: a task that was asked to suspend for a request, and is in no new plan for it, is no
-    longer suspended for it. Later plans do not use the devices where the first request without a plan, and each return,
-    are expected to start soonest.
+    The plans replace those of the pass before: if a task is asked to suspend for a request whose plan no longer names
+    it, its suspension is withdrawn. At most `HEADS` requests that had no plan get one. The first request that gets none,
+    and each suspended task that is to resume, keep the device on which they are expected to start soonest.
 
     `blocked` has the waiting requests of all brokers after a scheduling pass, in the order of the queue; `states` are the
     devices after it. `host_room_bytes` has the free host memory by `Device.host`, less the bytes still being moved out of

@@ -71,8 +71,8 @@ class World:
         self._clock = FakeClock(0.0)
         self._ledger = Ledger()
         reader = SimulatedReader(SimulatedDevices(f"{devices}x80GiB"))
-        self._view = DeviceView(reader.devices(), "simulated", 0, (), self._clock)
-        self._view.take(Reading(0.0, reader.read(()), ANY))
+        self._view = DeviceView(reader.devices(), "simulated", 0, (), own_pid=0)
+        self._view.take(Reading(0.0, reader.read(()), ANY), 0.0)
         # Any may pass while the devices are filled.
         self._patience = Patience(ANY, float("inf"), 0)
         self._patience_later = patience

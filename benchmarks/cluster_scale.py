@@ -33,7 +33,7 @@ from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.cluster.flow_side import ClusterReader, ClusterStore, Node, Nodes
 from prefect_gpu.cluster.wire import News, NodeFacts
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse, Request
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, ProcessUse, Reading, Request
 from prefect_gpu.units import GIB
 
 GPUS = 8
@@ -76,14 +76,9 @@ class FakeNode:
         self.changed = set()
         self.number += 1
         self.said_s = now_s
-        return News(
-            self.name,
-            self.number,
-            now_s,
-            snapshots=tuple(self.sent[d.uuid] for d in self.devices),
-            host_available_bytes=512 * GIB,
-            read_s=now_s,
-        )
+        snapshots = tuple(self.sent[d.uuid] for d in self.devices)
+        reading = Reading(now_s, snapshots, 512 * GIB)
+        return News(self.name, self.number, now_s, reading=reading)
 
 
 def make_node(number: int) -> FakeNode:

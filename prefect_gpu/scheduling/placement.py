@@ -11,6 +11,7 @@ placement style. No request waits for a preferred device while another device ha
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,8 @@ class Board:
                 self._open[_is_busy(state)].append((self._sign * state.room_bytes, at))
         for order in self._open:
             order.sort()
-        self._largest_bytes = max((state.capacity_bytes for state in self.states), default=0)
+        #: By number of devices: see `_capacity_bytes`.
+        self._capacities: dict[int, int] = {}
 
     @cached_property
     def several_nodes(self) -> bool:
@@ -118,11 +120,25 @@ class Board:
         return [self.states[at] for name in request.nodes for at in self.nodes[name]]
 
     def surely_fits(self, request: Request) -> bool:
-        """Return `True` if a request certainly fits on the largest device once that is empty; `False`: not known."""
-        if request.count > 1 or request.devices or request.nodes:
+        """Return `True` if a request certainly fits once all devices are empty; `False`: not known."""
+        if request.devices or request.nodes or isinstance(request.memory, ModelBudgets):
             return False
-        by_model = isinstance(request.memory, ModelBudgets)
-        return not by_model and least_bytes(request) <= self._largest_bytes > 0
+        return least_bytes(request) <= self._capacity_bytes(request.count) > 0
+
+    def _capacity_bytes(self, count: int) -> int:
+        """Return the bytes that each of `count` empty devices of one node could hold; 0: no node has so many devices."""
+        if count not in self._capacities:
+            # The node's name plays no part for one device.
+            nodes = (
+                self.nodes.values()
+                if count > 1 and self.several_nodes
+                else [range(len(self.states))]
+            )
+            sizes = ([self.states[at].capacity_bytes for at in node] for node in nodes)
+            self._capacities[count] = max(
+                (heapq.nlargest(count, node)[-1] for node in sizes if len(node) >= count), default=0
+            )
+        return self._capacities[count]
 
     def could_use(self, request: Request, named: Named | None, at: int) -> bool:
         """Return whether a device could be one of a request's devices (all of one node) once all tasks have ended."""

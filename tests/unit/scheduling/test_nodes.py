@@ -411,3 +411,9 @@ def test_a_cluster_of_one_node_is_one_machine(
     assert [(r.id, p) for r, p in there.placements] == [(r.id, p) for r, p in alone.placements]
     assert {r.id for r, _ in there.refusals} == {r.id for r, _ in alone.refusals}
     assert there.statuses == alone.statuses
+
+
+def test_several_devices_surely_fit_only_if_one_node_has_them() -> None:
+    board = Board([on("a", 0), on("a", 1, gib=16), on("b", 2)])
+    assert board.surely_fits(request(16, count=2)) and not board.surely_fits(request(20, count=2))
+    assert not board.surely_fits(request(1, count=3))

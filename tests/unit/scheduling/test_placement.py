@@ -148,3 +148,20 @@ def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
 )  # fmt: skip
 def test_saying_what_is_waited_for(asked: Request, states: list[DeviceState], says: str) -> None:
     assert sentence(device_reason(asked, states)) == says
+
+
+@cases(
+    "gib, count, fits",
+    {
+        "the smaller of two": (16, 2, True),
+        "only the larger": (20, 2, False),
+        "the largest": (24, 1, True),
+        "more devices than there are": (1, 3, False),
+        "a device each": (None, 2, True),
+    },
+)
+def test_no_device_is_asked_if_a_request_surely_fits(
+    gib: float | None, count: int, fits: bool
+) -> None:
+    board = Board([state(0, 24), state(1, 16)])
+    assert board.surely_fits(request(gib, count=count)) is fits

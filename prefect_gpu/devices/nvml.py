@@ -240,10 +240,10 @@ class NvmlReader(DeviceReader):
                 replace(use, used_bytes=(use.used_bytes or 0) + (used.pop(use.pid, None) or 0))
                 for use in self._table.resident(roots)
             )
-        seen_roots = roots if self._attributed else ()
+        # Without children, or in a container whose process ids are others, nobody is looked up.
+        root_of = self._table.root_of if self._attributed and roots else lambda pid, roots: None
         return resident + tuple(
-            ProcessUse(pid, self._table.root_of(pid, seen_roots), used_bytes)
-            for pid, used_bytes in used.items()
+            ProcessUse(pid, root_of(pid, roots), used_bytes) for pid, used_bytes in used.items()
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
@@ -178,7 +177,11 @@ class FrameworkPolicy:
     def cap_fraction(self, framework: str) -> float | None:
         """Return a framework's cap as a fraction of device memory, the smallest of all devices; `None`: no cap."""
         caps = self.cap_bytes(framework)
-        return None if caps is None else min(map(operator.truediv, caps, self.total_bytes))
+        return (
+            None
+            if caps is None
+            else min(a / b for a, b in zip(caps, self.total_bytes, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,9 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
         if isinstance(value, tf.errors.OpError) and value.op is not None:
             make, arguments = value.__reduce__()
             return make, tuple(None if each is value.op else each for each in arguments)
-        if isinstance(value, (tf.Tensor, tf.Variable)) and hasattr(value, "numpy"):
+        # A variable of TensorFlow 1 has no `numpy`: the error names it.
+        eager = isinstance(value, tf.Tensor) and hasattr(value, "numpy")
+        if eager or isinstance(value, tf.Variable):
             return host_value, (value.numpy(),)
         return _reduce_keras(tf, value)
 

@@ -7,10 +7,10 @@ directly, so a cap is the budget minus the context.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import math
-import operator
 import os
 import re
 import sys
@@ -307,15 +307,16 @@ def _reduce_operator(value: Any) -> Any:
         "OpOverloadPacket": tuple(name.split("::")),
         "OpOverload": (*name.split("::"), getattr(value, "_overloadname", "")),
     }.get(type(value).__name__)
-    return NotImplemented if names is None else (_find, (".".join(["ops", *names]),))
+    return NotImplemented if names is None else (_find, ("ops", *names))
 
 
-def _find(path: str) -> Any:
-    return operator.attrgetter(path)(import_module("torch"))
+def _find(*names: str) -> Any:
+    # A namespace of operators may have a dot in its name.
+    return functools.reduce(getattr, names, import_module("torch"))
 
 
 def _call(path: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return _find(path)(*arguments, **options)
+    return _find(*path.split("."))(*arguments, **options)
 
 
 def _load_scripted(data: bytes) -> Any:

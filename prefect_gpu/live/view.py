@@ -142,9 +142,10 @@ def _cut(line: str, width: int) -> str:
 
 def open_lower_lines(stdout: Any, stderr: Any) -> LowerLines | None:
     """Return lines below the output of `stderr`, and of `stdout` on the same terminal; `None`: no terminal to draw on."""
-    if os.environ.get("TERM", "") in ("", "dumb", "unknown") or other_display():
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown"):
         return None
-    if not (_is_plain(stderr) and in_foreground(stderr) and _has_size(stderr)):
+    # Last, since the question makes rich's own console, which would keep the streams of today.
+    if not (_is_plain(stderr) and in_foreground(stderr) and _has_size(stderr)) or other_display():
         return None
     if stdout is None or not stdout.isatty():
         return LowerLines(stderr, [stderr])

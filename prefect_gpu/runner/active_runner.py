@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
@@ -101,7 +101,7 @@ _Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The arguments of a runner; see `GPUTaskRunner`. Runners with equal configurations share a broker."""
+    """The arguments of a runner; see `GPUTaskRunner`."""
 
     devices: DeviceSpec
     placement: PlacementStyle
@@ -109,18 +109,24 @@ class Configuration:
     max_tasks_per_device: int | None
     #: `None`: the default for the kind of device.
     headroom_bytes: int | None
-    reports: bool = field(compare=False)
-    standby: int | str = field(compare=False)
-    start_method: str = field(compare=False)
+    reports: bool
+    standby: int | str
+    start_method: str
     #: `None`: no memory snapshots.
-    memory_snapshots: Path | None = field(default=None, compare=False)
+    memory_snapshots: Path | None = None
     #: Address of a Ray cluster; empty: this machine.
     address: str = ""
     #: GPUs of each node to reserve in Ray; `None`: nothing is reserved, and all GPUs are used.
     num_gpus: float | None = None
-    live_view: bool = field(default=False, compare=False)
+    live_view: bool = False
     #: Whether reports include a progress artifact.
-    progress: bool = field(default=False, compare=False)
+    progress: bool = False
+
+    @property
+    def of_broker(self) -> tuple[object, ...]:
+        """The arguments that a broker has: runners for which they are equal share one."""
+        limits = self.max_processes, self.max_tasks_per_device, self.headroom_bytes
+        return self.devices, self.placement, *limits, self.num_gpus
 
 
 class ActiveRunner:
@@ -363,8 +369,10 @@ class ActiveRunner:
                     return None
                 if isinstance(pool, StandbyPool):
                     most = broker.max_processes
-                    by_default = most_by_default(count_cores(), most)
-                    number = min(standby, most) if isinstance(standby, int) else by_default
+                    if isinstance(standby, int):
+                        number = min(standby, most)
+                    else:
+                        number = most_by_default(count_cores(), most)
                     pool.open(self, number, broker, _shared_folder())
                 else:
                     pool.open(self)
@@ -407,7 +415,7 @@ class ActiveRunner:
             broker = self._open_cluster().broker
         else:
             folder = read_settings().ledger
-            key = "broker", given, folder
+            key = "broker", given.of_broker, folder
             broker = PROCESS_RESOURCES.get(key, lambda: _make_broker(given, folder))
         with self._lock:
             watched, self._watched = self._watched, broker

@@ -130,3 +130,18 @@ def test_a_runner_prints_as_it_was_written() -> None:
     assert repr(GPUTaskRunner()) == "GPUTaskRunner()"
     written = "GPUTaskRunner(devices='simulated:2x24GiB', placement='pack', standby=0)"
     assert repr(pickle.loads(pickle.dumps(eval(written)))) == written
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"standby": 0},
+        {"reports": False},
+        {"start_method": "forkserver"},
+        {"memory_snapshots": "here"},
+    ],
+    ids=str,
+)
+def test_a_runner_with_another_argument_is_another_runner(other: dict[str, Any]) -> None:
+    one, two = GPUTaskRunner(), GPUTaskRunner(**other)
+    assert one != two and len({one, two, GPUTaskRunner()}) == 2

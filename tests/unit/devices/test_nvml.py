@@ -117,6 +117,7 @@ def test_in_a_container_a_pid_that_equals_a_childs_by_chance_is_not_attributed(r
 
     assert not snapshot.device.attributed
     assert [use.root_pid for use in snapshot.processes] == [None, None, None]
+    assert not rig.processes.parents_read
 
 
 def test_in_a_container_no_chance_pid_is_added_to_unified_memory(rig: Rig) -> None:

@@ -459,7 +459,8 @@ def _because(lesson: LearnedBudget, runs: Sequence[PastRun]) -> str:
     counted = [run for run in runs if run.outcome != "oom"]
     top = max(counted, key=need_bytes)
     of_runs = f", of {len(counted)} processes" if len(counted) > 1 else ""
-    if top.outcome != "completed":
+    # An outcome of a later version of this package has no words here.
+    if top.outcome != "completed" and top.outcome in OUTCOMES:
         of_runs = f", of a run that {OUTCOMES[top.outcome].ended}"
     asked_bytes = _asked_bytes(lesson)
     written = format_bytes(parse_bytes(readable_size(asked_bytes)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import math
 import threading
@@ -26,6 +27,7 @@ from prefect.context import get_settings_context
 from prefect.exceptions import ObjectNotFound
 
 from prefect_gpu.clock import Clock, RealClock
+from prefect_gpu.reports import publish
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import escape, table
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
@@ -244,15 +246,18 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
     Errors of the client are raised; versions that were deleted before an error stay deleted.
     """
     asked = {"artifacts": {"key": {"any_": [key]}}}
-    # All pages are read first: a deletion moves other versions to earlier pages.
-    versions = list(read_pages(client, "artifacts", asked, timeout=READ_TIMEOUT_S))
     deleted = 0
-    for artifact in versions:
-        # Another command may have deleted the version in the meantime.
-        with contextlib.suppress(ObjectNotFound):
-            client.delete_artifact(UUID(artifact["id"]))
-            deleted += 1
-    return deleted
+    while True:
+        # Always the first page: a deletion, also by another command, moves later versions to earlier pages.
+        pages = read_pages(client, "artifacts", asked, timeout=READ_TIMEOUT_S)
+        page = [*itertools.islice(pages, publish.PAGE)]
+        for artifact in page:
+            # Another command may have deleted the version in the meantime.
+            with contextlib.suppress(ObjectNotFound):
+                client.delete_artifact(UUID(artifact["id"]))
+                deleted += 1
+        if len(page) < publish.PAGE:
+            return deleted
 
 
 def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:

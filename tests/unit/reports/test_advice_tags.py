@@ -349,3 +349,14 @@ def test_figures_of_another_version_are_a_value_error(name: str) -> None:
     figures = {key: value for key, value in run(4).metadata().items() if key != name}
     with pytest.raises(ValueError, match="the figures of a report have"):
         read_metadata(figures, UUID(int=1), None)
+
+
+def test_an_outcome_of_a_later_version_does_not_fail_the_advice() -> None:
+    sizes = {"peak_live_bytes": 2 * GIB, "peak_process_bytes": 3 * GIB, "source": "nvml"}
+    done, other = (
+        task_report(outcome="completed", **{**sizes, "peak_live_bytes": gib * GIB})
+        for gib in (2, 9)
+    )
+    texts = done.metadata(), {**other.metadata(), "outcome": "evicted"}
+    read = [read_metadata(text, done.task_run_id, done.flow_run_id) for text in texts]
+    assert task_tags(read)[0].why.endswith("of 2 processes")

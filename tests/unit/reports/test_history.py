@@ -9,22 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
+from uuid import UUID
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
 from prefect_gpu.cli.run_commands import _history_json
 from prefect_gpu.clock import FakeClock
+from prefect_gpu.reports import publish
 from prefect_gpu.reports.history import (
     AWAY_S,
     READ_TRIES,
     KeptHistory,
     MemoryHistory,
     PrefectHistory,
+    delete_history,
     history_artifact_key,
     history_markdown,
     history_summary,
@@ -402,3 +406,34 @@ def test_a_list_of_histories_counts_task_runs() -> None:
     assert _history_json(history)["runs"] == 2
     # Of processes whose task run is not known, each counts.
     assert _history_json(replace(history, runs=(run(1), run(0))))["runs"] == 2
+
+
+class Versions:
+    """The API's view of one history; another command deletes `others` versions after the first page was read."""
+
+    def __init__(self, others: int) -> None:
+        self.there = [str(UUID(int=number)) for number in range(5)]
+        self.others = others
+
+    def request(
+        self, method: str, path: str, json: dict[str, Any], timeout: float
+    ) -> httpx.Response:
+        page = self.there[json["offset"] : json["offset"] + json["limit"]]
+        del self.there[: self.others]
+        self.others = 0
+        return httpx.Response(200, json=[{"id": each} for each in page])
+
+    def delete_artifact(self, artifact_id: UUID) -> None:
+        if str(artifact_id) not in self.there:
+            raise ObjectNotFound(Exception())
+        self.there.remove(str(artifact_id))
+
+
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_all_versions_are_deleted_though_another_command_deletes_some(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publish, "PAGE", 2)
+    api = Versions(others)
+    assert delete_history("key", cast(SyncPrefectClient, api)) == 5 - others
+    assert not api.there

@@ -138,10 +138,12 @@ class Machine:
         known.remove(ticket)
         ticket.ended_s = self._now_s
         ticket.ended_pid, ticket.pid = ticket.pid, None
-        if ticket.phase is Phase.ENDING:
+        if ticket.ended_pid is not None:
             known.recovery.begin(ticket, ticket.ended_s)
         else:
-            # No process was started, so no memory is missing.
+            # No memory is missing: no process was started, or only a calibration, whose end its caller has seen.
+            if ticket.phase is Phase.ENDING:
+                known.advance(ticket, Trigger.RECOVERED)
             placed = None if before is Phase.WAITING else ticket
             self._do(events.Release(request_id, placed, 0))
         # A request may have blocked others, also while it waited.

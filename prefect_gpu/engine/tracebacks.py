@@ -33,12 +33,12 @@ def attach_traceback(error: BaseException, text: str) -> None:
 
 def _shown(error: BaseException | None) -> list[BaseException]:
     """Return an exception, its shown cause or context, the cause or context of that exception, and so on."""
-    found: list[BaseException] = []
-    while error is not None and not any(error is each for each in found):
-        found.append(error)
+    found: dict[int, BaseException] = {}
+    while error is not None and id(error) not in found:
+        found[id(error)] = error
         hidden = error.__cause__ is not None or error.__suppress_context__
         error = error.__cause__ if hidden else error.__context__
-    return found
+    return [*found.values()]
 
 
 def has_traceback(error: BaseException | None) -> bool:

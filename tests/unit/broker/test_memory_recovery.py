@@ -204,3 +204,17 @@ def test_a_driver_that_hangs_holds_up_neither_reservations_nor_waiters(thread_ri
     finally:
         hangs.set()
     rig.decided(waiting)
+
+
+def test_devices_are_free_at_once_if_only_a_calibration_has_run() -> None:
+    rig = Rig()
+    ticket = rig.place("calibrated", 20)
+    rig.broker.attach(ticket, 4242424)
+    rig.broker.look()
+    # The calibration's caller has seen its end.
+    ticket.pid = None
+    back: list[int | None] = []
+    ticket.on_recovered = back.append
+    rig.broker.end(ticket)
+    rig.broker.look()
+    assert back == [0] and not rig.reservations()

@@ -557,11 +557,16 @@ class Broker:
             case events.Log(note):
                 logger.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)
             case events.Rewrite(request_id, change, announces, asks):
-                changed = ledger.rewrite(request_id, change, announces)
-                if asks is not None:
-                    # The machine learns of the change before the process's next step.
-                    queue.append(events.Rows(*ledger.read(self._subscription)))
-                    asks.may_resume.put(changed)
+                changed = False
+                try:
+                    changed = ledger.rewrite(request_id, change, announces)
+                    if asks is not None:
+                        # The machine learns of the change before the process's next step.
+                        queue.append(events.Rows(*ledger.read(self._subscription)))
+                finally:
+                    # The suspension's thread waits for the answer, also if there was an error.
+                    if asks is not None:
+                        asks.may_resume.put(changed)
             case events.Release(request_id, ticket, leaked_bytes):
                 # Released first, since the callback may raise.
                 ledger.release(request_id)

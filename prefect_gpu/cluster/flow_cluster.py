@@ -39,7 +39,7 @@ def read_cluster(
         while any(each.error for each in found) and time.monotonic() < until_s:
             threading.Event().wait(0.05)
             found = reader.read(())
-        return found, cluster.aside
+        return found, dict(cluster.aside)
     finally:
         cluster.close()
 

@@ -388,15 +388,19 @@ class StandbyPool:
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
         """Pass a message of a task's process to the task's listener; once the body begins, check for new standbys."""
+        kind: Kind | None = None
+        if isinstance(message, (ChildRefused, ChildExited)):
+            # Before the listener, which may place other tasks: a core is free for their standbys.
+            with self._changed:
+                kind = self._running.pop(process, None)
         try:
             listener(message)
         finally:
-            if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
-                with self._changed:
-                    if self._running.pop(process, None) is not None:
-                        self._check_soon()
-                    if isinstance(message, (BodyStarted, ValueArrived)):
-                        self._running[process] = None
+            with self._changed:
+                if isinstance(message, (BodyStarted, ValueArrived)):
+                    kind, self._running[process] = self._running.get(process), None
+                if kind is not None:
+                    self._check_soon()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Handle an event or message of a standby, up to its `Accepted`."""

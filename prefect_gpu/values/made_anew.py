@@ -211,15 +211,10 @@ class NamedObjects:
         self._to_flow = to_flow
         #: Functions that reduce an object, by type; `None`: pickle's default.
         self._rules: dict[type, Callable[[Any], Any] | None] = {}
-
-    @functools.cached_property
-    def _names(self) -> dict[int, Name]:
-        """Names of the objects in private modules and the user's modules, by id of the object."""
-        return _names_in(("__main__", *private_modules(), *users_modules()))
-
-    @functools.cached_property
-    def _users_names(self) -> dict[int, Name]:
-        return _names_in(users_modules())
+        #: Names of the objects in private modules and the user's modules, by id of the object; `None`: not looked up.
+        #: `cached_property` has one lock for all pickles up to Python 3.11, which a fork may inherit locked.
+        self._names: dict[int, Name] | None = None
+        self._users_names: dict[int, Name] | None = None
 
     def reduce(self, obj: Any) -> Any:
         """Return the reduction of an object, no function, class or module; `NotImplemented`: pickle's default."""
@@ -279,6 +274,8 @@ class NamedObjects:
 
     def _name_of(self, obj: Any) -> Name | None:
         """Return the module and the name of an object; `None`: no module has the object under a name."""
+        if self._names is None:
+            self._names = _names_in(("__main__", *private_modules(), *users_modules()))
         name = self._names.get(id(obj))
         if name is None and type(obj) in _OF_LIBRARIES:
             name = _named_by_libraries(len(sys.modules)).get(id(obj))
@@ -289,6 +286,8 @@ class NamedObjects:
     def importable_name(self, obj: Any) -> Name | None:
         """Return an object's name in an importable module of the user or of the object's type; `None`: no such name."""
         near = (name for name, value in _held_near(type(obj)) if value is obj)
+        if self._users_names is None:
+            self._users_names = _names_in(users_modules())
         name = self._users_names.get(id(obj)) or next(near, None)
         return name if name is not None and is_importable(name[0]) else None
 

@@ -228,8 +228,9 @@ def check(
         except Exception:
             if to_flow:
                 raise
-            # Variables named in annotations are rarely needed, and may be the part that cannot be pickled.
-            return pickled(with_hints=False)
+        # Variables named in annotations are rarely needed, and may be the part that cannot be pickled. The first pickle
+        # and its error are gone by now.
+        return pickled(with_hints=False)
     except MemoryError as error:
         raise ResultError(what, name, NO_ROOM, short_text(error)) from error
     except Exception as error:

@@ -66,13 +66,14 @@ class StandIn(ModuleType):
 def fetch(module: str, name: str) -> Any:
     """Return an attribute of a module of the flow's process, or raise `AttributeError`; ask for absent names once."""
     # No lock is held: an arriving object may import modules that other threads, waiting here, are importing.
-    key = (module, name)
+    # Read once: the end of the task, in another thread, takes the source away.
+    key, source = (module, name), _asking.source
     names: set[tuple[str, str]] = vars(_asking.by_thread).setdefault("names", set())
-    if _asking.source is None or key in names or key in _asking.absent:
+    if source is None or key in names or key in _asking.absent:
         raise _absent(module, name)
     names.add(key)
     try:
-        return _asking.source(module, name)
+        return source(module, name)
     except AttributeError:
         _asking.absent.add(key)
         raise

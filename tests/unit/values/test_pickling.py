@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
+import signal
 import sqlite3
 import sys
 import threading
@@ -18,9 +20,10 @@ import cloudpickle
 import pytest
 
 from prefect_gpu import values
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import Call
-from prefect_gpu.values import by_value, transport
+from prefect_gpu.values import by_value, made_anew, pickling, stand_ins, transport
 from tests.unit.frameworks.policies import import_lazily
 
 SOURCE = """
@@ -388,3 +391,59 @@ def test_a_large_object_of_a_module_is_not_copied_to_see_whether_it_can_be_sent(
     monkeypatch.setitem(sys.modules, "__main__", script)
     output = values.check(vars(script)["body"], "function", "body")
     assert [buffer.nbytes for buffer in output.buffers] == [8 << 20]
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be sent")
+
+
+def test_an_error_of_pickling_is_told_once() -> None:
+    with pytest.raises(ResultError) as caught:
+        pickling.check(Unpicklable(), "argument", "x", depth=0)
+    cause = caught.value.__cause__
+    assert isinstance(cause, TypeError) and cause.__context__ is None
+
+
+def test_a_name_is_asked_of_the_source_that_was_there_although_the_task_ends_meanwhile() -> None:
+    class Ends(set[tuple[str, str]]):
+        def add(self, key: tuple[str, str]) -> None:
+            super().add(key)
+            stand_ins.set_source(None)
+
+    stand_ins.set_source(lambda module, name: 42)
+    stand_ins._asking.by_thread.names = Ends()
+    try:
+        assert stand_ins.fetch("a module", "a name") == 42
+    finally:
+        del stand_ins._asking.by_thread.names
+        stand_ins.set_source(None)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="`cached_property` has no lock any more")
+def test_names_are_found_in_a_fork_while_another_thread_finds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on, held = threading.Event(), threading.Event(), made_anew._held
+
+    def wait(modules: Any) -> Any:
+        begun.set()
+        go_on.wait(DEADLOCK_S)
+        return held(modules)
+
+    monkeypatch.setattr(made_anew, "_held", wait)
+    thread = threading.Thread(target=lambda: made_anew.NamedObjects(False)._name_of(object()))
+    thread.start()
+    assert begun.wait(DEADLOCK_S)
+    monkeypatch.setattr(made_anew, "_held", held)
+    pid = os.fork()
+    if pid == 0:
+        # Pytest's own handler would go on with the tests in the fork.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        made_anew.NamedObjects(False)._name_of(object())
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    thread.join(DEADLOCK_S)
+    assert status == 0

@@ -272,6 +272,9 @@ def reduce_compiled(value: Any) -> Any:
 
     Functions are compiled again from their original functions. Operators are pickled by name.
     """
+    if type(value).__module__ == "torch._ops":
+        # First: `torch.ops` has an attribute of every name.
+        return _reduce_operator(value)
     original = getattr(value, "_torchdynamo_orig_callable", None)
     if original is not None:
         variables = dict(zip(value.__code__.co_freevars, value.__closure__ or (), strict=True))
@@ -286,8 +289,6 @@ def reduce_compiled(value: Any) -> Any:
             "dynamic": getattr(context, "_dynamic", None),
         }
         return _call, ("compile", (original,), options)
-    if type(value).__module__ == "torch._ops":
-        return _reduce_operator(value)
     if type(value).__name__.endswith("ScriptFunction"):
         original = getattr(value, "_torchdynamo_inline", None)
         return NotImplemented if original is None else (_call, ("jit.script", (original,), {}))

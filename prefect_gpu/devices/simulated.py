@@ -233,6 +233,9 @@ class SimulatedUse:
                     for device, held in said["use"].items()
                 }
                 yield said["devices"], FlowUse(said["namespace"], use)
+            except FileNotFoundError:
+                # The flow ended after the check that it runs, and removed its file.
+                continue
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 why = f"({type(error).__name__}: {error}): another program has written to it"
                 raise OSError(f"{path} cannot be read {why}") from error
@@ -323,8 +326,9 @@ class SimulatedReader(DeviceReader):
 
     def _share_nothing(self, error: OSError) -> None:
         self._shared, self._elsewhere = None, ()
-        text = "memory of other flows on simulated devices @%s is not seen from now on: %s"
-        logger.warning(text, self.spec.name, error)
+        name = f" @{self.spec.name}" if self.spec.name else ""
+        text = "memory of other flows on simulated devices%s is not seen from now on: %s"
+        logger.warning(text, name, error)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Return a snapshot of every device; see `DeviceReader.read`."""

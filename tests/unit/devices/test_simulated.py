@@ -257,6 +257,26 @@ def test_a_process_that_is_stopped_in_the_middle_holds_no_other_up(
     assert "is not seen from now on: another process has kept" in record.getMessage()
 
 
+def test_a_flow_that_ends_while_its_file_is_about_to_be_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, ends, stays = flow(tmp_path), flow(tmp_path), flow(tmp_path)
+    child(ends, 10, 4)
+    child(stays, 11, 8)
+    name = ends._shared._name  # type: ignore[union-attr]
+    is_held = SharedFolder.is_held
+
+    def ends_after_the_check(folder: SharedFolder, checked: str) -> bool:
+        held = is_held(folder, checked)
+        if checked == name:
+            (tmp_path / name).unlink(missing_ok=True)
+        return held
+
+    monkeypatch.setattr(SharedFolder, "is_held", ends_after_the_check)
+    assert free_gib(reader) == free_gib(reader) == 16
+    assert not caplog.records
+
+
 def test_a_file_that_is_cut_short_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,8 @@ import os
 import select
 import socket
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from prefect_gpu.errors import ProtocolError
@@ -32,9 +34,16 @@ class Channel:
         self._socket.setblocking(True)
         self._identity = _identity(descriptor)
         self._frames = FrameReader()
-        self._sending = threading.Lock()
+        # Reentrant, like `_asking`: a finalizer or signal handler of the body may log in the middle of a message.
+        self._sending = threading.RLock()
+        #: Whether a thread, which holds `_sending`, is in the middle of a message.
+        self._busy = False
+        #: Messages that interrupted the sending thread: they are sent after its own.
+        self._late = deque[Callable[[], None]]()
         #: Held by the thread that receives.
-        self._asking = threading.Lock()
+        self._asking = threading.RLock()
+        #: Whether a thread, which holds `_asking`, receives.
+        self._receiving = False
         #: The parent's last request that `take_request` has not returned.
         self._request: ReleaseUnused | None = None
         self._forked = False
@@ -58,27 +67,42 @@ class Channel:
             # In a fork of the child, such as a worker of a data loader.
             return
         data = messages.encode(message)
+        self._transmit(lambda: self._socket.sendall(data))
+
+    def _transmit(self, write: Callable[[], None]) -> None:
+        """Call `write`, which sends one message, while no other message is on its way."""
         with self._sending:
-            self._check()
-            self._socket.sendall(data)
+            self._late.append(write)
+            while self._late and not self._busy:
+                self._busy = True
+                try:
+                    self._check()
+                    while self._late:
+                        self._late.popleft()()
+                except OSError:
+                    self._late.clear()
+                    raise
+                finally:
+                    self._busy = False
 
     def send_with_value(self, message: Message, value: PackedValue) -> None:
         """Send a message, and without a gap the value that the message announces."""
         if self._forked:
             return
-        with self._sending:
-            self._check()
-            self._socket.sendall(messages.encode(message))
-            header, body = value.frame
-            try:
-                sent = transport.send(self._socket, header, value.files)
-            except ProtocolError:
-                # The value's files cannot be sent, and no byte was: send their contents.
-                contents = value.open()
-                header, body = transport.pack([contents.stream], contents.buffers, None).frame
-                sent = 0
-            self._socket.sendall(header[sent:])
-            self._socket.sendall(body)
+        self._transmit(lambda: self._send_with_value(message, value))
+
+    def _send_with_value(self, message: Message, value: PackedValue) -> None:
+        self._socket.sendall(messages.encode(message))
+        header, body = value.frame
+        try:
+            sent = transport.send(self._socket, header, value.files)
+        except ProtocolError:
+            # The value's files cannot be sent, and no byte was: send their contents.
+            contents = value.open()
+            header, body = transport.pack([contents.stream], contents.buffers, None).frame
+            sent = 0
+        self._socket.sendall(header[sent:])
+        self._socket.sendall(body)
 
     def receive(self) -> Message:
         """Wait for the next message and return it; raise `EOFError` if the parent has ended."""
@@ -100,9 +124,17 @@ class Channel:
                 f"{method} works in the process of a GPU task, not in a forked process"
             )
         with self._asking:
-            self.send(Asked(method, arguments))
-            while isinstance(answer := self.receive(), ReleaseUnused):
-                self._request = answer
+            if self._receiving:
+                raise RuntimeError(
+                    f"{method} was called by a finalizer or signal handler while its thread waits for the parent"
+                )
+            self._receiving = True
+            try:
+                self.send(Asked(method, arguments))
+                while isinstance(answer := self.receive(), ReleaseUnused):
+                    self._request = answer
+            finally:
+                self._receiving = False
         if not isinstance(answer, Answered):
             raise ProtocolError(f"the parent answered {method!r} with {answer!r}")
         if answer.error is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -72,6 +73,70 @@ def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
     kind, body = heard[1]
     contents = transport.unpack(Frame(kind, bytearray(body)))
     assert values.loads(contents, "return value") == ["x", bytes(2 << 20)]
+
+
+def test_a_signal_handler_in_the_middle_of_a_message_sends_after_it(pair: Pair) -> None:
+    large = Asked("large", {"value": bytes(8 << 20)})
+    handled = threading.Event()
+
+    def send(*_: object) -> None:
+        pair.channel.send(BodyStarted())
+        handled.set()
+
+    heard: list[tuple[int, bytes]] = []
+
+    def read() -> None:
+        # The stream is full until the handler has returned.
+        assert handled.wait(60)
+        while len(heard) < 2:
+            heard.extend(pair.heard())
+
+    reader = threading.Thread(target=read)
+    before = signal.signal(signal.SIGALRM, send)
+    try:
+        reader.start()
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        pair.channel.send(large)
+        reader.join()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [messages.decode(body) for _, body in heard] == [large, BodyStarted()]
+
+
+def test_a_finalizer_before_and_after_a_message_sends_too(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = pair.channel._check
+    finalizers = [lambda: pair.channel.send(Asked("second", {}))]
+
+    def check_with_finalizer() -> None:
+        check()
+        if finalizers:
+            finalizers.pop()()
+
+    monkeypatch.setattr(pair.channel, "_check", check_with_finalizer)
+    pair.channel.send(Asked("first", {}))
+    methods = [messages.decode(body).method for _, body in pair.heard()]  # type: ignore[attr-defined]
+    assert methods == ["first", "second"]
+
+
+def test_messages_of_a_closed_channel_are_not_kept(pair: Pair) -> None:
+    os.close(pair.descriptor)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            pair.channel.send(BodyStarted())
+    assert not pair.channel._late
+
+
+def test_a_question_inside_a_question_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.channel, "send", lambda message: pair.channel.ask("free"))
+    with pytest.raises(RuntimeError, match="free was called by a finalizer"):
+        pair.channel.ask("allocate")
+    monkeypatch.undo()
+    pair.parent.sendall(messages.encode(Answered(3)))
+    assert pair.channel.ask("allocate") == 3
 
 
 def packed(data: bytes) -> PackedValue:

@@ -138,18 +138,18 @@ class HostStore:
         self._folder = default_folder() if folder is None else folder
         try:
             self._shared = shared = open_folder(folder)
-            #: This process counts as alive while it holds this lock file.
-            self._hold = hold = shared.hold(f"{self.owner}.lock")
-            try:
-                # Under a lock, so that two processes do not both find no other one.
-                with shared.locked("opening"):
+            # Under a lock: two processes must not both find no other one, nor remove a lock file that is not held yet.
+            with shared.locked("opening"):
+                #: This process counts as alive while it holds this lock file.
+                self._hold = hold = shared.hold(f"{self.owner}.lock")
+                try:
                     self._db, database = self._open()
-            except BaseException:
-                if hold is not None:
-                    hold.release()
-                with contextlib.suppress(OSError):
-                    (shared.path / f"{self.owner}.lock").unlink()
-                raise
+                except BaseException:
+                    if hold is not None:
+                        hold.release()
+                    with contextlib.suppress(OSError):
+                        (shared.path / f"{self.owner}.lock").unlink()
+                    raise
         except (OSError, sqlite3.Error) as error:
             raise StoreError(self._describe(error)) from error
         self._files = (database, *_read_files(shared.path)[1:])
@@ -359,10 +359,10 @@ class HostStore:
 
     def _finds_others(self) -> bool:
         """Return whether another living process, of any release, uses the folder."""
-        locks = [path.name for path in self._shared.path.glob("*.lock")]
-        # All are checked: `is_held` removes the files of processes that have ended.
-        held = [name for name in locks if self.owner not in name and self._shared.is_held(name)]
-        return bool(held)
+        owners = {path.stem for path in self._shared.path.glob("*.lock")} - {self.owner}
+        # All are checked: `_is_alive` removes the files of processes that have ended.
+        alive = [owner for owner in owners if self._is_alive(owner)]
+        return bool(alive)
 
     def _is_replaced(self) -> bool:
         return _read_files(self._shared.path) != self._files

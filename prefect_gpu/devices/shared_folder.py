@@ -189,6 +189,8 @@ class SharedFolder:
             # From a folder with the sticky bit only its owner may remove a file.
             with contextlib.suppress(OSError):
                 path.unlink()
+            # A fork made meanwhile has the open file, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
             return False
         finally:
             os.close(descriptor)
@@ -236,7 +238,11 @@ class SharedFolder:
                         f"{LOCKED_S:g} s; it may be stopped"
                     )
                 pause.wait(0.001)
-            yield
+            try:
+                yield
+            finally:
+                # A fork made meanwhile has the open file, too, and would keep the lock.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         finally:
             os.close(descriptor)
 

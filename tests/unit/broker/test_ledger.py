@@ -516,6 +516,48 @@ def test_entries_say_on_which_node_their_process_is(shared: Callable[[], Ledger]
     assert found is not None and found.node == socket.gethostname()
 
 
+def test_a_process_that_starts_beside_another_keeps_its_lock_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, try_lock = SharedFolder._make, shared_folder._try_lock
+    second, made = list[HostStore](), list[str]()
+    opens = threading.Thread(target=lambda: second.append(HostStore(tmp_path, owners_s=0.0)))
+    checks, tried = threading.Event(), threading.Event()
+
+    def make_and_let_another_open(folder: SharedFolder, name: str) -> None:
+        make(folder, name)
+        if name.endswith(".lock") and not opens.ident:
+            # The first process has made its lock file, and has not locked it yet.
+            made.append(os.path.realpath(tmp_path / name))
+            opens.start()
+            checks.wait(0.3)
+
+    def lock_while_another_checks(descriptor: int) -> bool:
+        locked = try_lock(descriptor)
+        if threading.current_thread() is not opens:
+            if opens.ident:
+                tried.set()
+        elif locked and os.readlink(f"/proc/self/fd/{descriptor}") in made:
+            checks.set()
+            tried.wait(0.3)
+        return locked
+
+    monkeypatch.setattr(SharedFolder, "_make", make_and_let_another_open)
+    monkeypatch.setattr(shared_folder, "_try_lock", lock_while_another_checks)
+    first = Ledger(lambda: HostStore(tmp_path, owners_s=0.0))
+    assert first.try_write(first.view().version, {"a": entry("a", reserved(by="a"))})
+    opens.join()
+    other = Ledger(lambda: second[0])
+    assert entries(other) == {"a"} and not first.problem
+
+
+def test_a_lock_file_that_cannot_be_opened_counts_as_held(tmp_path: Path) -> None:
+    (tmp_path / "of another user.lock").mkdir()
+    one, other = (Ledger(lambda: HostStore(tmp_path)) for _ in range(2))
+    assert one.try_write(one.view().version, {"a": entry("a", reserved(by="a"))})
+    assert entries(other) == {"a"} and not one.problem
+
+
 # Ledgers that cannot be shared.
 
 

@@ -96,6 +96,25 @@ def test_the_lock_of_a_stopped_process_is_waited_for(tmp_path: Path, monkeypatch
 # Heartbeats.
 
 
+def test_a_fork_made_under_a_lock_does_not_keep_it(tmp_path: Path) -> None:
+    folder = SharedFolder(tmp_path)
+    reading, writing = os.pipe()
+    with folder.locked("a name"):
+        pid = os.fork()
+        if pid == 0:
+            # Until the test closes its end of the pipe.
+            os.close(writing)
+            os.read(reading, 1)
+            os._exit(0)
+    try:
+        held = folder.hold("a name")
+    finally:
+        os.close(writing)
+        os.close(reading)
+        os.waitpid(pid, 0)
+    assert held is not None
+
+
 def test_a_process_that_sends_no_heartbeats_is_silent_until_it_does(tmp_path: Path) -> None:
     clock = FakeClock()
     works, looks = (SharedFolder(tmp_path, clock.now) for _ in range(2))

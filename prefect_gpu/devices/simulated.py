@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -29,7 +30,7 @@ from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.devices.shared_folder import SharedFolder, read_namespace
 from prefect_gpu.errors import DeviceError, ProtocolError
 from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
-from prefect_gpu.units import format_bytes, parse_bytes
+from prefect_gpu.units import format_bytes, format_seconds, parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,9 @@ SIMULATED_ACCEPTED = (
 
 #: Most devices; a larger number is a typing error.
 MAX_DEVICES = 1024
+
+#: Seconds after a failure of the shared folder until it is used again.
+AGAIN_S = 60.0
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _GROUP = re.compile(r"\s*(?:([0-9]+)\s*[x×]\s*)?(.+)", re.IGNORECASE)
@@ -276,22 +280,26 @@ class SimulatedReader(DeviceReader):
             self._share(folder)
         #: Memory of other flows' processes.
         self._elsewhere: Sequence[FlowUse] = ()
+        #: Clock time from which the record is shared again, after a failure.
+        self._shared_from_s = -math.inf
 
     @contextlib.contextmanager
     def account(self) -> Iterator[None]:
-        """Lock the record of all processes' simulated memory. If its folder fails, the flow keeps a record of its own."""
+        """Lock the record of all processes' simulated memory. While its folder fails, the flow has a record of its own."""
         with self._lock, contextlib.ExitStack() as alone:
-            if self._shared is not None:
+            shared = self._shared if self._clock.now() >= self._shared_from_s else None
+            if shared is not None:
                 try:
-                    alone.enter_context(self._shared.alone())
-                    self._elsewhere = [use for _, use in self._shared.others()]
+                    alone.enter_context(shared.alone())
+                    self._elsewhere = [use for _, use in shared.others()]
                 except OSError as error:
+                    shared = None
                     self._share_nothing(error)
             yield
-            if self._shared is None:
+            if shared is None:
                 return
             try:
-                self._shared.write({uuid: dict(self._own(uuid)) for uuid in self.by_uuid})
+                shared.write({uuid: dict(self._own(uuid)) for uuid in self.by_uuid})
             except OSError as error:
                 self._share_nothing(error)
 
@@ -325,10 +333,10 @@ class SimulatedReader(DeviceReader):
             return folder
 
     def _share_nothing(self, error: OSError) -> None:
-        self._shared, self._elsewhere = None, ()
+        self._shared_from_s, self._elsewhere = self._clock.now() + AGAIN_S, ()
         name = f" @{self.spec.name}" if self.spec.name else ""
-        text = "memory of other flows on simulated devices%s is not seen from now on: %s"
-        logger.warning(text, name, error)
+        text = "memory of other flows on simulated devices%s is not seen for %s: %s"
+        logger.warning(text, name, format_seconds(AGAIN_S), error)
 
     def read(self, roots: Collection[int]) -> tuple[DeviceSnapshot, ...]:
         """Return a snapshot of every device; see `DeviceReader.read`."""

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.devices import shared_folder
+from prefect_gpu.clock import FakeClock
+from prefect_gpu.devices import shared_folder, simulated
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.devices.simulated import (
     SimulatedDevices,
@@ -248,13 +249,19 @@ def test_a_process_that_is_stopped_in_the_middle_holds_no_other_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shared_folder, "LOCKED_S", 0.02)
-    reader = flow(tmp_path)
+    clock = FakeClock()
+    reader = SimulatedReader(SimulatedDevices("1x24GiB@lab"), clock, SharedFolder(tmp_path))
+    held = child(flow(tmp_path), 10, 8)
     with SharedFolder(tmp_path).locked("simulated lab"):
         with pytest.raises(OSError, match="has kept the lock 'simulated lab'"):
             flow(tmp_path)
         assert free_gib(reader) == free_gib(reader) == 24
     (record,) = caplog.records
-    assert "is not seen from now on: another process has kept" in record.getMessage()
+    assert "devices @lab is not seen for 1m: another process has kept" in record.getMessage()
+    assert free_gib(reader) == 24
+    clock.advance(simulated.AGAIN_S)
+    assert free_gib(reader) == 16
+    held.detach()
 
 
 def test_a_flow_that_ends_while_its_file_is_about_to_be_read_hides_no_other(

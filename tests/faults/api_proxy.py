@@ -11,6 +11,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from prefect_gpu.clock import DEADLOCK_S
+from tests.fakes.ports import free_port
 
 
 class Answer(NamedTuple):
@@ -46,14 +47,13 @@ class Proxy:
         self.calls: list[Call] = []
         self._open: set[socket.socket] = set()
         self._listener: socket.socket | None = None
-        self._port = 0
+        self._port = free_port()
         self.come_back()
         self.url = f"http://127.0.0.1:{self._port}{url.path}"
 
     def come_back(self) -> None:
         """Listen, on the same port as before."""
         self._listener = socket.create_server(("127.0.0.1", self._port))
-        self._port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def go_away(self) -> None:

@@ -41,7 +41,7 @@ def test_a_task_that_waits_for_its_retry_is_cancelled_when_its_flow_raises() -> 
     with pytest.raises(ValueError, match="of the flow"):
         raises()
     assert all(future.wrapped_future.done() for future in kept)
-    assert not [each for each in threading.enumerate() if each.name.startswith(NAME)]
+    api.until(lambda: not [t for t in threading.enumerate() if t.name.startswith(NAME)])
     for future in kept:
         # As a task that waits for a device.
         assert api.names(future.task_run_id)[-2:] == ["AwaitingRetry", "Cancelled"]

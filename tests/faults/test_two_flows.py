@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path
 
+import psutil
+
+from prefect_gpu.devices.shared_folder import SharedFolder
 from tests.integration.programs import LIMIT_S, Workplace, lines_of, wait_for
 
 HEAD = """
@@ -126,7 +130,11 @@ def test_a_flow_that_is_stopped_keeps_what_it_has_and_holds_up_no_other(place: W
     place.write("stopped.py", STOPPED)
     stopped = place.start("stopped.py", "stopped")
     wait_for(lambda: "runs" in seen(place))
-    os.kill(stopped.pid, signal.SIGSTOP)
+    # Not in the middle of a reading of the devices, which would hold others up for some seconds.
+    ledger = SharedFolder(Path(place.environment["PREFECT_INTEGRATIONS_GPU_LEDGER"]))
+    with ledger.locked("simulated stopped"):
+        os.kill(stopped.pid, signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED)
     try:
         # More tasks than may pass a blocked one.
         ends_well(place.start("stopped.py", "other"))

@@ -95,7 +95,7 @@ work_async = task(bodies.work_async, tags=SMALL)
 plain = task(bodies.plain)
 plain_async = task(bodies.plain_async)
 hold = task(bodies.hold, tags=SMALL)
-fail_once = task(bodies.fail_once, tags=SMALL, retries=1, timeout_seconds=1)
+fail_once = task(bodies.fail_once, tags=SMALL, retries=1, timeout_seconds=3)
 """
 
 SERVER = """

@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -279,8 +280,14 @@ def test_logs_and_prints_of_a_body_belong_to_its_task_run(observed: Observed, me
 
 
 def test_the_runners_own_lines_are_in_the_logs_of_their_runs(observed: Observed) -> None:
-    placed = "Placed on device 0 with a budget of 64MiB (from its tag gpu:memory)"
-    assert api.logs(UUID(observed.flow_run), [placed])[placed].task_run_id == observed.id
+    placed = r"Placed (after \S+ )?on device 0 with a budget of 64MiB \(from its tag gpu:memory\)"
+
+    def placements() -> Any:
+        logs = api.logs(UUID(observed.flow_run), []).values()
+        return [each for each in logs if re.fullmatch(placed, each.message)]
+
+    (line,) = api.until(placements, "the placement")
+    assert line.task_run_id == observed.id
 
     def summary() -> Any:
         logs = api.logs(UUID(observed.flow_run), []).values()

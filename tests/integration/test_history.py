@@ -26,6 +26,7 @@ from prefect_gpu.reports.history import (
 from prefect_gpu.reports.publish import Publisher
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.units import GIB, MIB
+from tests.integration import engine_api as api
 
 RUN = PastRun(
     ended_at=1_795_000_000.25,
@@ -153,6 +154,7 @@ def test_an_api_that_is_away_costs_one_error_and_counted_runs(
         store.runs(key)
     store.add(key, RUN)
     assert list(store.runs(key)) == [RUN]
+    api.until(lambda: bool(publisher._last_error))
     publisher.close(timeout_s=2)
     assert publisher.lost == 1 and "1 memory report was lost: ConnectError" in caplog.text
     assert versions(key) == []

@@ -155,7 +155,7 @@ def test_a_process_above_its_budget_is_killed_or_reported(enforce: Any) -> None:
     tags = gpu(memory="1GiB", allocation="growth", enforce=enforce)
 
     def passes() -> Any:
-        futures.append(fill.with_options(tags=tags).submit(["2GiB"], hold_s=1.5))
+        futures.append(fill.with_options(tags=tags).submit(["2GiB"], hold_s=2.5))
         return futures[0].result()
 
     budget, attempt = run(passes)

@@ -33,6 +33,7 @@ from prefect_gpu.reports.publish import (
     task_artifact,
 )
 from tests.fakes.reports import device, flow_reports, task_report
+from tests.integration import engine_api as api
 
 
 @pytest.fixture
@@ -128,6 +129,7 @@ def test_an_unreachable_api_costs_one_warning_that_counts(
         )
         for _ in range(3):
             publisher.publish(task_report())
+        api.until(lambda: bool(publisher._last_error))
         publisher.close(timeout_s=2)
         publisher.close(timeout_s=2)
     (record,) = caplog.records

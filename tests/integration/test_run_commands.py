@@ -36,7 +36,7 @@ train = task(bodies.train, name=f"train-{MARK}", tags=gpu(memory="10GiB", framew
 
 @task
 def plan(numbers: list[int]) -> list[int]:
-    threading.Event().wait(1.0)
+    threading.Event().wait(2.5)
     return numbers
 
 

@@ -58,7 +58,7 @@ def run(*words: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]
         [sys.executable, *words],
         capture_output=True,
         text=True,
-        timeout=DEADLOCK_S,
+        timeout=4 * DEADLOCK_S,
         cwd=cwd,
         env={
             **os.environ,

@@ -197,10 +197,13 @@ def test_a_child_that_is_killed_with_its_argument_leaves_nothing(rig: Rig, tmp_p
     assert eventually(lambda: not references())
 
 
-def test_a_child_that_is_killed_before_it_takes_its_argument_leaves_nothing(rig: Rig) -> None:
+def test_a_child_that_is_killed_before_it_takes_its_argument_leaves_nothing(
+    rig: Rig, tmp_path: Path
+) -> None:
     before: Counter[str] = Counter()
     for _ in range(5):
-        child = rig.start(bodies.length, np.zeros(COUNT))
+        # It never ends by itself.
+        child = rig.start(bodies.hold, np.zeros(COUNT), str(tmp_path / "ready"))
         os.kill(child.pid, signal.SIGKILL)
         assert child.exit().code == -signal.SIGKILL
         before = before or open_descriptors()

@@ -33,11 +33,11 @@ import threading
 
 
 def late():
-    print("DEADLOCK: nothing has moved for 60 s", flush=True)
+    print("DEADLOCK: nothing has moved for 400 s", flush=True)
     os._exit(3)
 
 
-timer = threading.Timer(60, late)
+timer = threading.Timer(400, late)
 timer.daemon = True
 timer.start()
 assert main() == [2, 4]

@@ -63,7 +63,9 @@ class Seen:
 def browser(width: int = 1280) -> Iterator[Callable[[bool], Page]]:
     """Open Chromium; yield a function that opens a page, dark or not."""
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS
+        )
 
         @functools.cache
         def context(dark: bool) -> BrowserContext:

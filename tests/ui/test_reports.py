@@ -114,7 +114,7 @@ def unfold(page: Page, name: str, title: str) -> list[str]:
     shown = page.locator("details", has_text=name).locator("pre")
     assert not shown.is_visible()
     page.get_by_text(title).click()
-    assert shown.is_visible()
+    shown.wait_for(state="visible", timeout=PATIENCE_MS)
     return shown.inner_text().splitlines()
 
 

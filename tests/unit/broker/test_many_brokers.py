@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,6 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.phases import Phase
 from prefect_gpu.broker.planning import PASSIVE_S
-from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices import simulated
 from prefect_gpu.devices.shared_folder import SILENT_S, SharedFolder
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, Patience
@@ -117,7 +118,9 @@ def test_a_broker_looks_every_50_ms_whether_another_process_has_given_up_memory(
     rig.exit(running)
     assert rig.next_recovered() == ("a", 0)
     while not large.decided:
-        rig.clock.waits.get(timeout=DEADLOCK_S)
+        # A thread announces its wait before the clock knows of it, so one advance may come too early.
+        with contextlib.suppress(queue.Empty):
+            rig.clock.waits.get(timeout=0.2)
         rig.clock.advance(POLL_S)
     assert not small.decided
 

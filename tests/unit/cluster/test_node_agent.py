@@ -164,7 +164,9 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    # A launch that fits is confirmed, however slow the machine is. Tests of refusals set less.
+    monkeypatch.setattr(node_agent, "CONFIRM_S", DEADLOCK_S)
     made = Scene(tmp_path)
     yield made
     made.close()
@@ -184,7 +186,9 @@ def test_a_launch_is_confirmed_runs_and_is_released_after_its_end(scene: Scene) 
     assert not scene.agent._hosted and heard.nothing
 
 
-def test_probes_whose_caps_add_up_to_more_than_the_device_are_confirmed(scene: Scene) -> None:
+def test_probes_whose_caps_add_up_to_more_than_the_device_are_confirmed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = scene.device.total_bytes / GIB
     for part in (0.75, 0.5):
         placement = place_on(scene.device, gib=[whole * part], probe=Probe(0.0, GIB))
@@ -192,6 +196,7 @@ def test_probes_whose_caps_add_up_to_more_than_the_device_are_confirmed(scene: S
         scene.next_child()
     assert scene.held() == [("train", whole * 0.75), ("train", whole * 0.5)]
     # A task with a budget must fit beside them.
+    monkeypatch.setattr(node_agent, "CONFIRM_S", 0.1)
     heard, _ = scene.launch(whole * 0.1)
     assert isinstance(heard.next(), ChildRefused)
 

@@ -126,9 +126,10 @@ class LowerLines:
         self.terminal.flush()
 
     def _width(self) -> int:
-        columns = os.get_terminal_size(self.terminal.fileno()).columns
-        if columns:
-            self._columns = max(2, columns)
+        # The terminal may be gone, or have no size.
+        with contextlib.suppress(OSError, ValueError):
+            columns = os.get_terminal_size(self.terminal.fileno()).columns
+            self._columns = max(2, columns or self._columns)
         return self._columns
 
     def height(self) -> int:

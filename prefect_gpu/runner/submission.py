@@ -97,6 +97,12 @@ class BodyRun:
         return all(event.wait(max(0.0, deadline - time.monotonic())) for event in events)
 
     @property
+    def _last_attempt(self) -> Attempt | None:
+        # The engine's thread may remove an attempt at any time.
+        with self._lock:
+            return self._attempts[-1] if self._attempts else None
+
+    @property
     def order(self) -> tuple[int, int]:
         """Sort key of the call in the queue, lowest first."""
         return -self._policy.priority, self._call.plan.sequence
@@ -104,19 +110,21 @@ class BodyRun:
     @property
     def has_devices(self) -> bool:
         """Whether a process of the call has devices now. From any thread."""
-        return bool(self._attempts) and self._attempts[-1].has_devices
+        last = self._last_attempt
+        return last is not None and last.has_devices
 
     def running(self) -> RunningTask | None:
         """Return the call's row in the live view; `None`: it has no devices now. From any thread."""
-        return self._attempts[-1].running() if self._attempts else None
+        last = self._last_attempt
+        return None if last is None else last.running()
 
     def waiting(self) -> WaitingTask:
         """Return the call's row in the live view while it has no devices. From any thread."""
         run = self._call.run
         # Without a process the call waits for the first run of its task.
         seconds, reason = None, run.awaits
-        if self._attempts:
-            seconds, reason = self._attempts[-1].why_it_waits()
+        if (last := self._last_attempt) is not None:
+            seconds, reason = last.why_it_waits()
         return WaitingTask(self.order, clean_name(run.task_run.name), seconds, reason)
 
     def run(self) -> object:

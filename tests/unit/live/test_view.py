@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -70,6 +71,24 @@ def test_text_goes_above_the_lines_which_are_gone_at_the_end(streams: Streams) -
     print("after", file=streams.out)
     assert streams.seen() == ["before", "printed", "an error", "red", "after"]
     assert "third" in streams.terminal.text and "\x1b[31mred\x1b[0m" in streams.terminal.text
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_terminal_that_has_gone_ends_the_view_without_an_error(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch, closes: bool
+) -> None:
+    def gone(descriptor: int) -> os.terminal_size:
+        raise OSError(errno.EIO, "Input/output error")
+
+    lines = streams.lines()
+    lines.show(VIEW)
+    monkeypatch.setattr(os, "get_terminal_size", gone)
+    if closes:
+        streams.err.close()
+    lines.close()
+    assert not lines.open and "write" not in vars(streams.err)
+    print("after", file=streams.out)
+    assert streams.seen()[-1].endswith("after")
 
 
 def test_the_lines_are_below_all_text_while_they_are_shown(streams: Streams) -> None:

@@ -312,7 +312,7 @@ class Attempt:
             # Other devices have no contexts.
             elsewhere = self._launcher if self._broker.reader.remote else None
             contexts = context_meter(elsewhere).contexts(
-                frameworks, learned, policy, self._broker, ticket
+                frameworks, learned, policy, self._broker, ticket, self._cancelled.is_set
             )
         policy = replace(policy, context_bytes=contexts)
         if self._cancelled.is_set():

@@ -13,7 +13,7 @@ import queue as queues
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 #: times that is a hang.
 CALIBRATION_S = 240.0
 
+#: Seconds between two checks whether the task run was cancelled meanwhile.
+CANCELLED_S = 0.2
+
 #: Seconds to wait for a reading that shows the calibrated process.
 READING_S = 5.0
 
@@ -49,6 +52,8 @@ class ContextMeter:
         self._launcher = launcher
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
+        #: Assumed sizes by key, where a calibration has failed: each further one would take as long.
+        self._assumed: dict[str, int] = {}
 
     def contexts(
         self,
@@ -57,12 +62,13 @@ class ContextMeter:
         policy: FrameworkPolicy,
         broker: Broker,
         ticket: Ticket,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> dict[str, int]:
         """Return each framework's context in bytes on the first device of a ticket, for a task's caps to leave free.
 
         Only the task's own `frameworks` are measured (empty: not known); others have the known or a documented size.
         `learned_bytes` is the context in earlier processes of the task; `None`: not measured. `policy` is the task's,
-        without contexts.
+        without contexts. Once `cancelled` returns true, no more is measured, and the documented sizes are returned.
         """
         assert ticket.placement is not None
         device = ticket.placement.devices[0]
@@ -79,7 +85,9 @@ class ContextMeter:
             for name in frameworks
             if self._store.get(known_contexts.context_key(name, device)) is None
         ]
-        measured = {name: self._measure(name, device, policy, broker, ticket) for name in missing}
+        measured = {
+            name: self._measure(name, device, policy, broker, ticket, cancelled) for name in missing
+        }
         contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:
             # Only the first run shows whether the task uses NCCL.
@@ -107,6 +115,7 @@ class ContextMeter:
         policy: FrameworkPolicy,
         broker: Broker,
         ticket: Ticket,
+        cancelled: Callable[[], bool],
     ) -> int:
         """Return a framework's context in bytes from a calibration, or else a documented size."""
         key = known_contexts.context_key(framework, device)
@@ -115,12 +124,19 @@ class ContextMeter:
         with lock:
             # Another task may have measured it meanwhile.
             size = self._store.get(key)
+            if size is None:
+                size = self._assumed.get(key)
             if size is not None:
                 return size
             try:
-                size = self._calibrate(framework, policy, broker, ticket)
+                if cancelled():
+                    return known_contexts.fallback_context_bytes(framework)
+                size = self._calibrate(framework, policy, broker, ticket, cancelled)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
                 size = known_contexts.fallback_context_bytes(framework)
+                if cancelled():
+                    return size
+                self._assumed[key] = size
                 where, assumed = f"{framework} on {device.name}", format_bytes(size)
                 text = "the context of %s could not be measured (%s); %s is assumed"
                 logger.warning(text, where, error, assumed)
@@ -130,7 +146,12 @@ class ContextMeter:
             return size
 
     def _calibrate(
-        self, framework: str, policy: FrameworkPolicy, broker: Broker, ticket: Ticket
+        self,
+        framework: str,
+        policy: FrameworkPolicy,
+        broker: Broker,
+        ticket: Ticket,
+        cancelled: Callable[[], bool],
     ) -> int:
         """Return a framework's context: the memory of a child process on the device, less that of its allocator."""
         alone = replace(
@@ -164,17 +185,18 @@ class ContextMeter:
         before = ticket.on_measured
         ticket.on_measured = lambda at_s, found: shown.put((at_s, found[0].total_bytes))
         try:
-            reserved = self._hear(messages, broker, ticket)
+            reserved = self._hear(messages, broker, ticket, cancelled)
             return max(0, self._read(shown, broker) - reserved)
         finally:
-            ticket.on_measured = before
             handle.kill()
             try:
                 ended = launch_spec.ChildExited, launch_spec.ChildRefused
                 while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
                     pass
             finally:
+                # In this order: the task's listener must not count the calibration as the task's process.
                 ticket.pid = None
+                ticket.on_measured = before
 
     @staticmethod
     def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
@@ -191,14 +213,21 @@ class ContextMeter:
             raise TimeoutError("the device shows no memory for the calibrated process") from None
 
     @staticmethod
-    def _hear(messages: queues.SimpleQueue[Any], broker: Broker, ticket: Ticket) -> int:
+    def _hear(
+        messages: queues.SimpleQueue[Any],
+        broker: Broker,
+        ticket: Ticket,
+        cancelled: Callable[[], bool],
+    ) -> int:
         """Return the bytes that the framework's allocator holds, as the child reports."""
         deadline = time.monotonic() + CALIBRATION_S
         while True:
             try:
-                message = messages.get(timeout=max(0.0, deadline - time.monotonic()))
+                message = messages.get(timeout=CANCELLED_S)
             except queues.Empty:
-                raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
+                if cancelled() or time.monotonic() > deadline:
+                    raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
+                continue
             match message:
                 case launch_spec.ChildStarted(pid):
                     broker.attach(ticket, pid)

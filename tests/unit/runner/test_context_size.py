@@ -165,6 +165,60 @@ def test_what_cannot_be_measured_is_assumed_and_said(
     assert not store.path.exists()
 
 
+def test_a_calibration_that_failed_is_not_repeated(
+    store: ContextStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket, launcher = placed(), Launcher(ChildStarted(77), ChildExited(-11, "boom"))
+    meter, broker = ContextMeter(store, launcher), Broker(ticket, GIB)
+    for _ in range(2):
+        found = meter.contexts(("torch",), None, POLICY, broker, ticket)  # type: ignore[arg-type]
+        assert found["torch"] == fallback_context_bytes("torch")
+    assert len(launcher.started) == len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_task_run_that_is_cancelled_waits_for_no_calibration(
+    store: ContextStore, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    ticket, launcher = placed(), Launcher(ChildStarted(77))
+    answers = iter([at_once])
+    found = ContextMeter(store, launcher).contexts(
+        ("torch",),
+        None,
+        POLICY,
+        Broker(ticket, GIB),  # type: ignore[arg-type]
+        ticket,
+        lambda: next(answers, True),
+    )
+    assert found["torch"] == fallback_context_bytes("torch")
+    assert len(launcher.started) == (not at_once) and not caplog.records
+    assert ticket.pid is None and ticket.on_measured is None
+
+
+def test_no_reading_after_a_calibration_is_taken_for_the_tasks(store: ContextStore) -> None:
+    ticket, told = placed(), list[int | None]()
+
+    class Lingering(Launcher):
+        """A launcher whose child is read once more when it is killed."""
+
+        def start(self, spec: LaunchSpec, listener: Listener) -> Child:
+            child = super().start(spec, listener)
+            kill = child.kill
+
+            def read_and_kill() -> None:
+                assert ticket.on_measured is not None
+                ticket.on_measured(0.0, (Measured(GIB),))
+                kill()
+
+            child.kill = read_and_kill  # type: ignore[method-assign]
+            return child
+
+    ticket.on_measured = lambda at_s, found: told.append(ticket.pid)
+    meter = ContextMeter(store, Lingering(*said(300 * MIB)))
+    meter.contexts(("torch",), None, POLICY, Broker(ticket, GIB), ticket)  # type: ignore[arg-type]
+    assert told == [] and ticket.on_measured is not None
+
+
 def test_a_device_that_shows_nothing_of_processes_is_not_waited_for_for_ever(
     store: ContextStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

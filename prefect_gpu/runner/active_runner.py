@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import Context, copy_context
@@ -463,8 +464,7 @@ class ActiveRunner:
         """Return the report of the last process of an ended task run; `None`: it had no process."""
         with self._lock:
             ending = tuple(self._ending)
-        for body in ending:
-            body.wait_finished(CLOSING_S)
+        _wait_all(ending)
         with self._lock:
             found = [each for each in self._reports if each.task_run_id == task_run_id]
         return max(found, key=lambda report: report.attempt, default=None)
@@ -559,8 +559,7 @@ class ActiveRunner:
         self._threads.__exit__(None, None, None)
         with self._lock:
             bodies = (*self._bodies, *self._ending)
-        for body in bodies:
-            body.wait_finished(CLOSING_S)
+        _wait_all(bodies)
         if self._called:
             process_launcher().output.flush(CLOSING_S)
         # After a signal at any line this method runs again: each step is marked as done only afterwards.
@@ -582,6 +581,13 @@ class ActiveRunner:
             if report_id is not None and (url := flow_run.artifact_url(report_id)):
                 flow_run.log_on_flow(self.flow, f"Report of the GPU tasks: {url}")
         self._client.close()
+
+
+def _wait_all(bodies: Iterable[BodyRun]) -> None:
+    """Wait until bodies have ended and their reports were passed on, for `CLOSING_S` seconds in all."""
+    until_s = time.monotonic() + CLOSING_S
+    for body in bodies:
+        body.wait_finished(until_s - time.monotonic())
 
 
 def _as_ended(found: _Ended, by: CancelledByRunner) -> _Ended:

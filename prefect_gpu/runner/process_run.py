@@ -205,6 +205,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
         **dict.fromkeys((*_SERVED, *_MOVED), Phase.SENDING),
         ValueArrived: Phase.OPENING,
         **_KILLS,
+        Lost: Phase.LOST_SENDING,
         **_ENDS,
     },
     Phase.OPENING: {Opened: Phase.FINISHED, Failed: Phase.FINISHED},

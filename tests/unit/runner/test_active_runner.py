@@ -265,3 +265,23 @@ def test_a_signal_while_the_summary_is_written_loses_no_report(
     with pytest.raises(KeyboardInterrupt):
         runner.close(failed=False)
     assert api.keys[1:] == [artifact_key("gpu-flow", "no-flow")]
+
+
+def test_processes_that_never_end_are_waited_for_once_and_not_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clock:
+        now_s = 100.0
+
+        def monotonic(self) -> float:
+            return self.now_s
+
+    class Stuck:
+        def wait_finished(self, timeout_s: float) -> bool:
+            clock.now_s += max(0.0, timeout_s)
+            return False
+
+    clock = Clock()
+    monkeypatch.setattr(active_runner, "time", clock)
+    active_runner._wait_all([Stuck(), Stuck(), Stuck()])  # type: ignore[list-item]
+    assert clock.now_s == 100.0 + active_runner.CLOSING_S

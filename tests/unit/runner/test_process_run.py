@@ -87,7 +87,7 @@ TABLE = """
              log event asked suspended resumed awaits began ended value opened failed over timeout cancelled others lost refused died
 STARTING     =   =     =     =         =       =      R     S     .     !      K      K    !       K         K      L    F       F
 RUNNING      =   =     =     =         =       =      !     S     .     !      K      K    K       K         K      L    F       F
-SENDING      =   =     =     =         =       =      !     !     O     !      K      K    !       K         .      L    F       F
+SENDING      =   =     =     =         =       =      !     !     O     !      K      K    !       K         .      LS   F       F
 OPENING      !   !     !     !         !       !      !     !     !     F      F      !    !       !         !      !    !       !
 KILLED       =   =     =     .         .       .      .     .     .     !      .      .    !       =         .      .    F       F
 LOST         =   =     =     .         .       .      .     LS    .     !      .      .    !       K         .      .    F       F
@@ -151,6 +151,7 @@ def test_the_table_has_no_pair_twice_and_no_other_message() -> None:
         pytest.param([Lost("gone"), ENDED, DEATH], Lost("gone"), id="lost, and its value with it"),
         pytest.param([ENDED, Lost("gone"), DEATH], Lost("gone"), id="lost while it sent its value"),
         pytest.param([Lost("gone"), ENDED, VALUE, Opened(7)], Done(7), id="lost after its body had ended"),
+        pytest.param([ENDED, Lost("gone"), VALUE, Opened(7)], Done(7), id="lost before its value had come"),
         pytest.param([Lost("gone"), Cancelled(), DEATH], Cancelled(), id="lost, then cancelled"),
         pytest.param([ENDED, EndedForOthers("0"), VALUE, Opened(7)], Done(7), id="a value that is about to come"),
     ],

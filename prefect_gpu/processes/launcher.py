@@ -490,12 +490,15 @@ class ProcessLauncher:
                     child.outgoing[0] = head[sent:], ()
         except BlockingIOError:
             pass
-        except ProtocolError as error:
-            self._refuse(child, error, "it could not be sent its call")
-            return
-        except OSError:
+        except ConnectionError:
             # The child is about to end, which `_read` or `_finish` handles.
             child.outgoing.clear()
+        except (ProtocolError, OSError) as error:
+            if isinstance(error, OSError):
+                # The system has no memory: the child would wait for the rest for ever.
+                error = ProtocolError(f"a process could not be sent its call: {error}")
+            self._refuse(child, error, "it could not be sent its call")
+            return
         self._watch_channel(child)
 
     def _read(self, child: LaunchedChild) -> bool:

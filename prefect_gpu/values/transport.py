@@ -179,7 +179,8 @@ def send(channel: socket.socket, data: memoryview, files: Sequence[MemoryFile] =
     Raises:
         BlockingIOError: The socket is full.
         ProtocolError: Too many descriptors are in flight.
-        OSError: The other end is gone.
+        ConnectionError: The other end is gone.
+        OSError: The system has no memory for it.
     """
     if not files:
         return channel.send(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -384,14 +385,22 @@ def test_a_value_for_which_no_descriptor_is_left_goes_through_the_socket(rig: Ri
     assert not references()
 
 
-def test_a_call_whose_files_may_not_pass_is_an_error_and_nothing_hangs(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        ProtocolError("as many are on their way as may be"),
+        OSError(errno.ENOBUFS, "none on their way"),
+    ],
+    ids=["files", "memory"],
+)
+def test_a_call_that_cannot_be_sent_is_an_error_and_nothing_hangs(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     send = transport.send
 
     def refuse(channel: Any, data: memoryview, files: Any = ()) -> int:
         if files:
-            raise ProtocolError("as many are on their way as may be")
+            raise type(error)(*error.args)
         return send(channel, data)
 
     monkeypatch.setattr(transport, "send", refuse)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import itertools
 import os
 import select
 import socket
@@ -44,6 +45,8 @@ class Channel:
         self._asking = threading.RLock()
         #: Whether a thread, which holds `_asking`, receives.
         self._receiving = False
+        #: Numbers of questions. Another process of the task has others.
+        self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
         #: The parent's last request that `take_request` has not returned.
         self._request: ReleaseUnused | None = None
         self._forked = False
@@ -130,9 +133,9 @@ class Channel:
                 )
             self._receiving = True
             try:
-                self.send(Asked(method, arguments))
-                while isinstance(answer := self.receive(), ReleaseUnused):
-                    self._request = answer
+                number = next(self._numbers)
+                self.send(Asked(method, arguments, number))
+                answer = self._receive_answer(number)
             finally:
                 self._receiving = False
         if not isinstance(answer, Answered):
@@ -140,6 +143,14 @@ class Channel:
         if answer.error is not None:
             raise answer.error
         return answer.result
+
+    def _receive_answer(self, number: int) -> Message:
+        while True:
+            message = self.receive()
+            if isinstance(message, ReleaseUnused):
+                self._request = message
+            elif not isinstance(message, Answered) or message.number == number:
+                return message
 
     def take_request(self) -> ReleaseUnused | None:
         """Return the parent's latest request, without waiting; `None`: no new request. For one thread at a time."""

@@ -51,7 +51,7 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.messages import Answered, Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.messages import Asked, BodyStarted, CountersRead
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
@@ -456,11 +456,7 @@ class NodeAgent:
 
     @staticmethod
     def _answer(hosted: _Hosted, memory: ProcessMemory, question: Asked) -> None:
-        try:
-            answer = Answered(result=memory.answer(question.method, question.arguments))
-        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
-            answer = Answered(error=error)
-        hosted.send(answer)
+        hosted.send(question.answer(lambda **given: memory.answer(question.method, given)))
 
     def _forget(self, child: str) -> None:
         with self._changed:

@@ -142,6 +142,8 @@ class Answered(Message):
 
     result: Any = None
     error: BaseException | None = None
+    #: Number of the question.
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,15 @@ class Asked(Message):
 
     method: str
     arguments: Mapping[str, Any]
+    #: No other question of the task has it: a fresh process may get the answer to one of a standby that has ended.
+    number: int = 0
+
+    def answer(self, method: Callable[..., Any]) -> Answered:
+        """Call a method with the arguments; return its result, or its exception, as the answer."""
+        try:
+            return Answered(method(**self.arguments), number=self.number)
+        except Exception as error:
+            return Answered(error=error, number=self.number)
 
 
 @dataclass(frozen=True, slots=True)

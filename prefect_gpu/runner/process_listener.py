@@ -6,7 +6,6 @@ may return the value before the process has ended. Messages that decide the outc
 
 from __future__ import annotations
 
-import functools
 import signal
 import threading
 import time
@@ -81,7 +80,7 @@ class ProcessListener:
 
     def answer_by_engine(self, question: messages.Asked) -> None:
         """Answer a question of the process that was passed on to the engine's thread."""
-        self._answer(functools.partial(_ANSWERED_BY_ENGINE[question.method], **question.arguments))
+        self._send(question.answer(_ANSWERED_BY_ENGINE[question.method]))
 
     def abandon(self) -> None:
         """Kill the process unless its body has ended; if no process was started, release the devices."""
@@ -129,8 +128,8 @@ class ProcessListener:
                 self._tell(process_run.BodyBegan(began_s))
             case messages.CountersRead():
                 self._take_counters(message)
-            case messages.Asked(method, arguments) if method not in _ANSWERED_BY_ENGINE:
-                self._answer(functools.partial(self.memory.answer, method, arguments))
+            case messages.Asked(method) if method not in _ANSWERED_BY_ENGINE:
+                self._send(message.answer(lambda **given: self.memory.answer(method, given)))
             case messages.Asked() | messages.LogEmitted() | messages.EventEmitted():
                 self._tell(message)
             case messages.BodyEnded():
@@ -169,13 +168,6 @@ class ProcessListener:
             ticket.on_held_back = self._suspender.ask
         self._broker.attach(ticket, pid)
         self.memory.attach(pid)
-
-    def _answer(self, make: Callable[[], Any]) -> None:
-        try:
-            answer = messages.Answered(result=make())
-        except Exception as error:  # noqa: BLE001 - process boundary: the child raises it
-            answer = messages.Answered(error=error)
-        self._send(answer)
 
     def _send(self, message: messages.Message) -> None:
         # `start` may return a moment after the child's first question.

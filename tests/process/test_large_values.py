@@ -28,7 +28,7 @@ from prefect_gpu.processes.launch_spec import (
     LaunchSpec,
     ValueArrived,
 )
-from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, Call
+from prefect_gpu.processes.messages import Asked, BodyEnded, Call
 from prefect_gpu.values import ArgumentFiles, transport
 from tests.process import bodies
 from tests.process.rig import Rig, eventually, is_alive, open_descriptors, spec_of
@@ -415,7 +415,7 @@ def test_descriptors_run_out_in_the_parent_and_the_task_alone_fails(rig: Rig) ->
     import resource
 
     child = rig.start(bodies.numbers_when, COUNT)
-    child.until(Asked)
+    asked: Asked = child.until(Asked)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open(os.devnull, os.O_RDONLY)
     highest = max(map(int, os.listdir("/proc/self/fd")))
@@ -423,7 +423,7 @@ def test_descriptors_run_out_in_the_parent_and_the_task_alone_fails(rig: Rig) ->
     try:
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-        child.handle.answer(Answered(result=0))
+        child.handle.answer(asked.answer(lambda **_: 0))
         refused = child.until(ChildRefused)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from prefect_gpu.devices.simulated import (
-    SimulatedDevices,
-    SimulatedOutOfMemoryError,
-)
+from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.in_task import Allocation
 from prefect_gpu.measurements import Mark
 from prefect_gpu.processes.launch_spec import ChildExited
-from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, CountersRead, Prepare
+from prefect_gpu.processes.messages import Asked, BodyEnded, CountersRead, Prepare
 from prefect_gpu.units import GIB
 from tests.fakes.fake_devices import FakeDevices
 from tests.process import step_bodies
@@ -48,13 +45,9 @@ class Simulated:
             self.answer(message)
 
     def answer(self, asked: Asked) -> None:
-        try:
-            memory = self.reader.attached[self.child.pid]
-            result = memory.answer(asked.method, asked.arguments)
-        except SimulatedOutOfMemoryError as error:
-            self.child.handle.answer(Answered(error=error))
-        else:
-            self.child.handle.answer(Answered(result=result))
+        memory = self.reader.attached[self.child.pid]
+        answer = asked.answer(lambda **given: memory.answer(asked.method, given))
+        self.child.handle.answer(answer)
 
 
 def test_a_body_with_steps_shows_what_it_takes_after_the_first(rig: Rig) -> None:
@@ -102,6 +95,7 @@ def test_marks_arrive_from_a_child_that_dies_later(rig: Rig) -> None:
     run = Simulated(rig, step_bodies.hold_until_heard)
     run.answer(run.child.until(Asked))
     child = run.child
+    asked: Asked = child.until(Asked)
 
     def marks() -> list[Mark]:
         return [m for message in child.messages for m in getattr(message, "marks", ())]
@@ -109,7 +103,7 @@ def test_marks_arrive_from_a_child_that_dies_later(rig: Rig) -> None:
     while not marks():
         child.until(CountersRead)
     assert [(m.name, m.allocated_bytes) for m in marks()] == [("held", 2 * GIB)]
-    child.handle.answer(Answered())
+    child.handle.answer(asked.answer(lambda: None))
     assert child.exit().code == 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -26,6 +27,7 @@ class Pair:
         self.parent, child = socket.socketpair()
         self.descriptor = child.detach()
         self.channel = Channel(self.descriptor)
+        self.channel._numbers = itertools.count()
         self.reader = FrameReader()
 
     def heard(self) -> list[tuple[int, bytes]]:
@@ -135,7 +137,7 @@ def test_a_question_inside_a_question_is_refused(
     with pytest.raises(RuntimeError, match="free was called by a finalizer"):
         pair.channel.ask("allocate")
     monkeypatch.undo()
-    pair.parent.sendall(messages.encode(Answered(3)))
+    pair.parent.sendall(messages.encode(Answered(3, number=1)))
     assert pair.channel.ask("allocate") == 3
 
 
@@ -162,6 +164,11 @@ def test_a_question_is_answered(pair: Pair) -> None:
     assert pair.channel.ask("sum", a=1) == 3
     ((_, body),) = pair.heard()
     assert messages.decode(body) == Asked("sum", {"a": 1})
+
+
+def test_an_answer_to_another_question_is_no_answer(pair: Pair) -> None:
+    pair.parent.sendall(messages.encode(Answered(3, number=7)) + messages.encode(Answered(4)))
+    assert pair.channel.ask("sum") == 4
 
 
 def test_an_error_in_the_answer_is_raised(pair: Pair) -> None:

@@ -480,8 +480,10 @@ class Broker:
         # Another flow may ask for a process's memory, or wait for its suspension.
         outside = len(known.own) > len(known.waiting) + len(known.placed)
         suspends = outside or any(t.request.preemptible for t in known.placed.values())
+        # The ledger says that the body waits, and nothing else tells this thread when it goes on.
+        waits = bool(known.settings.ancestors) and known.waits_since_s is not None
         until_s: float | None = None
-        if self._ledger.shares and (known.waiting or suspends):
+        if self._ledger.shares and (known.waiting or suspends or waits):
             until_s = self._clock.now() + POLL_S
         with self._arrived:
             while (rest_s := self._rests_until_s - self._clock.now()) > 0:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
-from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.broker import POLL_S, Broker
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.planning import HOPELESS_S
 from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.units import GIB
 from tests.unit.broker.broker_rig import Rig
+from tests.unit.broker.broker_rig import thread_rig as thread_rig
 
 
 class Outer:
@@ -91,3 +94,32 @@ def test_entries_of_a_ledger_that_is_shared_later_are_seen_by_others(tmp_path: P
     own.share(lambda: HostStore(tmp_path))
     own.share(lambda: HostStore(tmp_path / "elsewhere"))
     assert own.shares and not own.problem and told
+
+
+def test_a_body_that_goes_on_while_its_broker_has_nothing_else_to_do_is_known_to_go_on(
+    thread_rig: Rig, tmp_path: Path
+) -> None:
+    rig = thread_rig
+    rig.ledger = Ledger(lambda: HostStore(tmp_path), rig.clock.now)
+    rig.broker = rig.another()
+    outer = Outer(rig, "outer", 8)
+
+    def until_ledger_says(waits: bool) -> bool:
+        until_s = time.monotonic() + DEADLOCK_S
+        while (found := rig.ledger.entry(outer.id)) is None or found.waits is not waits:
+            rig.clock.advance(POLL_S)
+            if time.monotonic() > until_s:
+                return False
+            time.sleep(0.001)
+        return True
+
+    inner = outer.submit("inner", 4)
+    outer.waits()
+    assert until_ledger_says(waits=True)
+    rig.decided(inner)
+    outer.broker.end(inner)
+    assert rig.next_recovered() == ("inner", 0)
+    # Until the broker's thread has found nothing to do.
+    time.sleep(0.2)
+    outer.waits_s = None
+    assert until_ledger_says(waits=False)

@@ -48,8 +48,8 @@ class ProcessResources:
         self._quiet: weakref.WeakKeyDictionary[Any, Callable[[Any], Lock]] = (
             weakref.WeakKeyDictionary()
         )
-        #: Locks that the current fork holds.
-        self._held: list[Lock] = []
+        #: `locks`: the locks that the thread's current fork holds. Two threads may fork at once.
+        self._held = threading.local()
         os.register_at_fork(
             before=self._before_fork,
             after_in_parent=self._after_fork,
@@ -76,14 +76,15 @@ class ProcessResources:
         self._quiet[owner] = lock
 
     def _before_fork(self) -> None:
+        held = self._held.locks = list[Lock]()
         for owner, lock in list(self._quiet.items()):
             taken = lock(owner)
             taken.acquire()
-            self._held.append(taken)
+            held.append(taken)
 
     def _after_fork(self) -> None:
-        while self._held:
-            self._held.pop().release()
+        while self._held.locks:
+            self._held.locks.pop().release()
 
     def after_fork(self, owner: T, reset: Callable[[T], object]) -> None:
         """Call `reset(owner)` in each fork of this process: for objects with threads, locks, descriptors or processes.
@@ -94,7 +95,7 @@ class ProcessResources:
         self._in_fork[owner] = reset
 
     def _begin_anew(self) -> None:
-        self._held.clear()
+        self._held = threading.local()
         self._lock = threading.Lock()
         self._making.clear()
         for owner, reset in list(self._in_fork.items()):

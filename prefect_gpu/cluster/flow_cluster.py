@@ -31,9 +31,9 @@ def read_cluster(
     """Return a snapshot of each device of a cluster, and why nodes are not used, by name; raise as `FlowCluster`."""
     cluster = Cluster(address, settings)
     with _at_the_root():
-        cluster.open()
+        kind = cluster.open()
     try:
-        reader = ClusterReader(cluster.nodes, cluster.nodes.all()[0].facts.kind)
+        reader = ClusterReader(cluster.nodes, kind)
         until_s = time.monotonic() + READING_S
         found = reader.read(())
         while any(each.error for each in found) and time.monotonic() < until_s:
@@ -89,21 +89,25 @@ class FlowCluster:
         max_processes: int | None,
     ) -> None:
         self._cluster = Cluster(address, settings, num_gpus)
-        self._cluster.open()
+        kind = self._cluster.open()
         nodes = self._cluster.nodes
-        known = nodes.all()
-        self.broker = Broker(
-            ClusterReader(nodes, known[0].facts.kind),
-            Ledger(lambda: ClusterStore(nodes)),
-            style=settings.placement,
-            # Each node's own limit counts too, and nodes may join.
-            max_processes=max_processes or sys.maxsize,
-            max_tasks_per_device=settings.max_tasks_per_device,
-            headroom_bytes=settings.headroom_bytes,
-            # Each node's own broker knows its host memory.
-            read_host_available=lambda: sys.maxsize,
-            preempts=False,
-        )
+        try:
+            self.broker = Broker(
+                ClusterReader(nodes, kind),
+                Ledger(lambda: ClusterStore(nodes)),
+                style=settings.placement,
+                # Each node's own limit counts too, and nodes may join.
+                max_processes=max_processes or sys.maxsize,
+                max_tasks_per_device=settings.max_tasks_per_device,
+                headroom_bytes=settings.headroom_bytes,
+                # Each node's own broker knows its host memory.
+                read_host_available=lambda: sys.maxsize,
+                preempts=False,
+            )
+        except BaseException:
+            # All nodes may have left meanwhile.
+            self._cluster.close()
+            raise
         self._max_tasks = settings.max_tasks_per_device or sys.maxsize
         self._cluster.watch(self.broker.give_up)
         self._cluster.wanted_gpus = self._wanted_gpus

@@ -28,6 +28,7 @@ from prefect_gpu.cluster.wire import Command, EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.process_resources import start_thread
+from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.units import format_seconds
 from prefect_gpu.version import VERSION
 
@@ -179,8 +180,8 @@ class Cluster:
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def open(self) -> None:
-        """Connect, start an agent on each node, and wait for the agents of the current nodes.
+    def open(self) -> DeviceKind:
+        """Connect, start an agent on each node, and wait for the agents of the current nodes; return the devices' kind.
 
         Raises `DeviceError` if there is no cluster at the address, or none of its nodes has a device.
         """
@@ -202,7 +203,8 @@ class Cluster:
                 if time.monotonic() > until_s:
                     break
                 self._listen(0.5)
-            if not self.nodes.all():
+            known = self.nodes.all()
+            if not known:
                 why = "; ".join(f"{name}: {why}" for name, why in self.aside.items())
                 what = "no node of the cluster has a device for GPU tasks"
                 raise DeviceError(
@@ -211,6 +213,7 @@ class Cluster:
             self._answered_s = self._checked_s = time.monotonic()
             self._threads.append(start_thread(self._ask_head, "prefect-gpu-cluster-head"))
             self._threads.append(start_thread(self._run, "prefect-gpu-cluster"))
+            return known[0].facts.kind
         except BaseException:
             self._leave()
             raise

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,6 +124,19 @@ def test_a_lock_that_a_thread_holds_at_the_fork_is_free_there() -> None:
     resources = ProcessResources()
     with slow(resources):
         assert in_fork(lambda: resources.get("slow", lambda: 2) == 2)
+
+
+def test_a_fork_releases_no_lock_of_another_threads_fork() -> None:
+    resources, held = ProcessResources(), Held()
+    locks = {name: threading.Lock() for name in ("one_0", "other_0")}
+    resources.quiet_at_fork(held, lambda owner: locks[threading.current_thread().name])
+    with ThreadPoolExecutor(1, "one") as one, ThreadPoolExecutor(1, "other") as other:
+        one.submit(resources._before_fork).result()
+        other.submit(resources._before_fork).result()
+        one.submit(resources._after_fork).result()
+        assert [lock.locked() for lock in locks.values()] == [False, True]
+        other.submit(resources._after_fork).result()
+        assert not locks["other_0"].locked()
 
 
 @pytest.fixture

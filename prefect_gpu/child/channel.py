@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import itertools
 import os
@@ -37,14 +38,14 @@ class Channel:
         self._frames = FrameReader()
         # Reentrant, like `_asking`: a finalizer or signal handler of the body may log in the middle of a message.
         self._sending = threading.RLock()
-        #: Whether a thread, which holds `_sending`, is in the middle of a message.
-        self._busy = False
+        #: Id of the thread that is in the middle of a message, and holds `_sending`.
+        self._sender: int | None = None
         #: Messages that interrupted the sending thread: they are sent after its own.
         self._late = deque[Callable[[], None]]()
         #: Held by the thread that receives.
         self._asking = threading.RLock()
-        #: Whether a thread, which holds `_asking`, receives.
-        self._receiving = False
+        #: Id of the thread that receives.
+        self._receiver: int | None = None
         #: Numbers of questions. Another process of the task has others.
         self._numbers = itertools.count(int.from_bytes(os.urandom(6), "big"))
         #: The parent's last request that `take_request` has not returned.
@@ -76,17 +77,20 @@ class Channel:
         """Call `write`, which sends one message, while no other message is on its way."""
         with self._sending:
             self._late.append(write)
-            while self._late and not self._busy:
-                self._busy = True
-                try:
-                    self._check()
-                    while self._late:
-                        self._late.popleft()()
-                except OSError:
-                    self._late.clear()
-                    raise
-                finally:
-                    self._busy = False
+            try:
+                while self._late and self._sender is None:
+                    self._sender = threading.get_ident()
+                    try:
+                        self._check()
+                        while self._late:
+                            self._late.popleft()()
+                    finally:
+                        self._sender = None
+            except BaseException:
+                # The caller learns that the message was not sent.
+                with contextlib.suppress(ValueError):
+                    self._late.remove(write)
+                raise
 
     def send_with_value(self, message: Message, value: PackedValue) -> None:
         """Send a message, and without a gap the value that the message announces."""
@@ -126,18 +130,18 @@ class Channel:
             raise RuntimeError(
                 f"{method} works in the process of a GPU task, not in a forked process"
             )
+        if threading.get_ident() in (self._sender, self._receiver):
+            raise RuntimeError(
+                f"{method} was called by a finalizer or signal handler in the middle of a message to or from the parent"
+            )
         with self._asking:
-            if self._receiving:
-                raise RuntimeError(
-                    f"{method} was called by a finalizer or signal handler while its thread waits for the parent"
-                )
-            self._receiving = True
+            self._receiver = threading.get_ident()
             try:
                 number = next(self._numbers)
                 self.send(Asked(method, arguments, number))
                 answer = self._receive_answer(number)
             finally:
-                self._receiving = False
+                self._receiver = None
         if not isinstance(answer, Answered):
             raise ProtocolError(f"the parent answered {method!r} with {answer!r}")
         if answer.error is not None:
@@ -156,6 +160,7 @@ class Channel:
         """Return the parent's latest request, without waiting; `None`: no new request. For one thread at a time."""
         # If another thread waits for an answer in `ask`, that thread receives requests.
         if self._asking.acquire(blocking=False):
+            self._receiver = threading.get_ident()
             try:
                 self._check()
                 if self._poll(select.POLLIN) == select.POLLIN:
@@ -167,6 +172,7 @@ class Channel:
                 # `end_with_parent` handles the parent's end.
                 return None
             finally:
+                self._receiver = None
                 self._asking.release()
         request, self._request = self._request, None
         return request

@@ -14,6 +14,7 @@ import pytest
 from prefect_gpu import values
 from prefect_gpu.child import channel as channels
 from prefect_gpu.child.channel import Channel
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes import messages
 from prefect_gpu.processes.messages import Answered, Asked, BodyEnded, BodyStarted, ReleaseUnused
@@ -79,17 +80,25 @@ def test_a_value_whose_files_may_not_pass_goes_through_the_frame(
 
 def test_a_signal_handler_in_the_middle_of_a_message_sends_after_it(pair: Pair) -> None:
     large = Asked("large", {"value": bytes(8 << 20)})
-    handled = threading.Event()
+    handled, refused = threading.Event(), list[str]()
 
     def send(*_: object) -> None:
         pair.channel.send(BodyStarted())
+        # Its answer could not come before the rest of the message has gone.
+        with pytest.raises(RuntimeError) as error:
+            pair.channel.ask("allocate")
+        refused.append(str(error.value))
         handled.set()
 
     heard: list[tuple[int, bytes]] = []
 
     def read() -> None:
-        # The stream is full until the handler has returned.
-        assert handled.wait(60)
+        pair.parent.recv(1, socket.MSG_PEEK)
+        # The message has begun, and the stream is full until the handler has returned.
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGALRM)
+        assert handled.wait(DEADLOCK_S)
         while len(heard) < 2:
             heard.extend(pair.heard())
 
@@ -97,12 +106,12 @@ def test_a_signal_handler_in_the_middle_of_a_message_sends_after_it(pair: Pair) 
     before = signal.signal(signal.SIGALRM, send)
     try:
         reader.start()
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         pair.channel.send(large)
         reader.join()
     finally:
         signal.signal(signal.SIGALRM, before)
     assert [messages.decode(body) for _, body in heard] == [large, BodyStarted()]
+    assert "allocate was called by a finalizer or signal handler" in refused[0]
 
 
 def test_a_finalizer_before_and_after_a_message_sends_too(
@@ -128,6 +137,37 @@ def test_messages_of_a_closed_channel_are_not_kept(pair: Pair) -> None:
         with pytest.raises(OSError, match="Bad file descriptor"):
             pair.channel.send(BodyStarted())
     assert not pair.channel._late
+
+
+def test_a_message_whose_sender_was_interrupted_is_not_sent_later(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pair.channel, "_check", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pair.channel.send(Asked("first", {}))
+    monkeypatch.undo()
+    pair.channel.send(BodyStarted())
+    assert [messages.decode(body) for _, body in pair.heard()] == [BodyStarted()]
+
+
+def test_a_question_while_a_request_is_received_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, refused = pair.channel.receive, list[str]()
+
+    def receive_and_collect() -> messages.Message:
+        with pytest.raises(RuntimeError) as error:
+            pair.channel.ask("free")
+        refused.append(str(error.value))
+        return receive()
+
+    monkeypatch.setattr(pair.channel, "receive", receive_and_collect)
+    pair.parent.sendall(messages.encode(ReleaseUnused(5.0)))
+    assert pair.channel.take_request() == ReleaseUnused(5.0)
+    assert refused
 
 
 def test_a_question_inside_a_question_is_refused(

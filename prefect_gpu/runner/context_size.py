@@ -52,7 +52,7 @@ class ContextMeter:
         self._launcher = launcher
         self._lock = threading.Lock()
         self._locks: dict[str, threading.Lock] = {}
-        #: Assumed sizes by key, where a calibration has failed: each further one would take as long.
+        #: Assumed sizes by key, where a calibration took too long: each further one would take as long.
         self._assumed: dict[str, int] = {}
 
     def contexts(
@@ -121,7 +121,10 @@ class ContextMeter:
         key = known_contexts.context_key(framework, device)
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
-        with lock:
+        while not lock.acquire(timeout=CANCELLED_S):
+            if cancelled():
+                return known_contexts.fallback_context_bytes(framework)
+        try:
             # Another task may have measured it meanwhile.
             size = self._store.get(key)
             if size is None:
@@ -136,7 +139,8 @@ class ContextMeter:
                 size = known_contexts.fallback_context_bytes(framework)
                 if cancelled():
                     return size
-                self._assumed[key] = size
+                if isinstance(error, TimeoutError):
+                    self._assumed[key] = size
                 where, assumed = f"{framework} on {device.name}", format_bytes(size)
                 text = "the context of %s could not be measured (%s); %s is assumed"
                 logger.warning(text, where, error, assumed)
@@ -144,6 +148,8 @@ class ContextMeter:
             self._store.put(key, size)
             logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
             return size
+        finally:
+            lock.release()
 
     def _calibrate(
         self,

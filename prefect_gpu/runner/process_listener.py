@@ -207,6 +207,9 @@ class ProcessListener:
         self._tell(Lost(f"it was suspended and cannot come back: {first_line(error)}"))
 
     def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
+        if self._record.pid is None:
+            # A last reading of a calibration, which had the ticket before.
+            return
         if self._suspender is not None and self._suspender.away:
             # Its memory on the device during a move does not show its need.
             self._record.add_absence(at_s)

@@ -165,15 +165,27 @@ def test_what_cannot_be_measured_is_assumed_and_said(
     assert not store.path.exists()
 
 
-def test_a_calibration_that_failed_is_not_repeated(
-    store: ContextStore, caplog: pytest.LogCaptureFixture
+def test_a_calibration_that_took_too_long_is_not_repeated(
+    store: ContextStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticket, launcher = placed(), Launcher(ChildStarted(77), ChildExited(-11, "boom"))
-    meter, broker = ContextMeter(store, launcher), Broker(ticket, GIB)
+    monkeypatch.setattr(contexts, "READING_S", 0.05)
+    ticket, launcher = placed(), Launcher(*said(300 * MIB))
+    meter, broker = ContextMeter(store, launcher), Broker(ticket, 0)
     for _ in range(2):
         found = meter.contexts(("torch",), None, POLICY, broker, ticket)  # type: ignore[arg-type]
         assert found["torch"] == fallback_context_bytes("torch")
     assert len(launcher.started) == len(caplog.records) == 1
+
+
+def test_a_task_run_that_is_cancelled_does_not_wait_for_anothers_calibration(
+    store: ContextStore,
+) -> None:
+    ticket, launcher = placed(), Launcher()
+    meter, key = ContextMeter(store, launcher), context_key("torch", device())
+    with meter._locks.setdefault(key, threading.Lock()):
+        broker: Any = Broker(ticket, GIB)
+        found = meter.contexts(("torch",), None, POLICY, broker, ticket, lambda: True)
+    assert found["torch"] == fallback_context_bytes("torch") and not launcher.started
 
 
 @pytest.mark.parametrize("at_once", [True, False])

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.integration.programs import Workplace, workplace
+from tests.integration.programs import MAX_RETRIES, Workplace, workplace
 
 # A standby costs a start of a process for each kind of task, and competes with the tests that run
 # beside it: only tests about standbys start them, with an argument of the runner.
@@ -58,6 +58,7 @@ def prefect_server(
         # Servers and children without compiled bytecode start twice as slowly.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         from prefect.settings import (
+            PREFECT_CLIENT_MAX_RETRIES,
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
             PREFECT_LOGGING_TO_API_BATCH_INTERVAL,
             PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL,
@@ -70,6 +71,7 @@ def prefect_server(
             # By default logs come to the server after 2 s, and events to its database after 5 s.
             PREFECT_LOGGING_TO_API_BATCH_INTERVAL: 0.5,
             PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL: 1.0,
+            PREFECT_CLIENT_MAX_RETRIES: MAX_RETRIES,
         }
         base = tmp_path_factory.getbasetemp()
         shared = not request.config.option.markexpr.startswith("slow")

@@ -24,6 +24,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: Only breaks a deadlock: the slowest program takes 15 s on two idle cores, minutes on a loaded machine.
 LIMIT_S = 480.0
 
+#: How often Prefect repeats a call, after 2, 4, 8 … seconds. Its server opens each transaction as a reader (3.8.8), and
+#: SQLite refuses at once a reader that writes after another has written; the 5 by default are too few on a busy machine.
+MAX_RETRIES = 8
+
 #: Names a run in the environment of all its processes.
 MARK = "PREFECT_GPU_TEST_RUN"
 
@@ -348,6 +352,7 @@ def _environment(folder: Path, api_url: str | None) -> dict[str, str]:
         PREFECT_SERVER_ANALYTICS_ENABLED="false",
         # Prefect's own 20 s are too few on a slow machine that is busy.
         PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="120",
+        PREFECT_CLIENT_MAX_RETRIES=str(MAX_RETRIES),
         PREFECT_INTEGRATIONS_GPU_STANDBY="0",
         DO_NOT_TRACK="1",
         # Where IPython and Jupyter would otherwise write into the user's home.

@@ -63,6 +63,10 @@ HEADROOM_BYTES: dict[DeviceKind, int] = {
 #: Seconds between two reads of the ledger while a request waits.
 POLL_S = 0.05
 
+#: Seconds until a task's log first says why the task waits, and until it says so again.
+FIRST_S = 1.0
+AGAIN_S = 30.0
+
 #: On a cluster the broker's thread sleeps after each round: `REST_FACTOR` times the round's CPU time, `MOST_REST_S` seconds
 #: at most. So it uses at most a fifth of a core up to rounds of 1/16 s, at about 1,000 nodes; with longer rounds it makes
 #: fewer than four a second. With ten nodes a round takes about 1 ms. On one machine the thread does not sleep.
@@ -243,8 +247,6 @@ class Broker:
         ticket: Ticket,
         limit_s: float | None,
         on_waiting: Callable[[Reason], None],
-        first_s: float = 1.0,
-        again_s: float = 30.0,
         waited_s: float = 0.0,
     ) -> Placement:
         """Wait until a request is placed, and return its placement. After an exception nothing is reserved for the request.
@@ -252,9 +254,8 @@ class Broker:
         Args:
             ticket: From `submit`.
             limit_s: Most seconds to wait, from `gpu:wait`; `None`: no limit.
-            on_waiting: Called with the reason why the request waits. An exception of this function ends the wait.
-            first_s: Seconds until the first call of `on_waiting`.
-            again_s: Seconds until each further call, which is made only if the reason has changed.
+            on_waiting: Called with the reason why the request waits after `FIRST_S` seconds and, if the reason has changed,
+                every `AGAIN_S`. An exception of this function ends the wait.
             waited_s: Seconds of `limit_s` that have already passed.
 
         Raises:
@@ -263,7 +264,7 @@ class Broker:
         """
         now = self._clock.now
         until_s = None if limit_s is None else now() - waited_s + limit_s
-        tell_s = now() + first_s
+        tell_s = now() + FIRST_S
         told: Reason | None = None
         try:
             while not ticket.wait(self._clock, tell_s if until_s is None else min(tell_s, until_s)):
@@ -278,7 +279,7 @@ class Broker:
                 if reason != told:
                     on_waiting(reason)
                     told = reason
-                tell_s = now() + again_s
+                tell_s = now() + AGAIN_S
             if ticket.error is not None:
                 raise ticket.error
             if ticket.withdrawn or ticket.placement is None:

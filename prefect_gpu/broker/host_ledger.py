@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import getpass
-import json
 import logging
 import os
 import socket
@@ -28,10 +27,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from prefect_gpu.broker.ledger import Entry, Ledger, Row, StoreError, StoreReplacedError, Written
+from prefect_gpu.broker.ledger import (
+    Entry,
+    Ledger,
+    Row,
+    Store,
+    StoreError,
+    StoreReplacedError,
+    Written,
+)
 from prefect_gpu.devices.host import read_machine
 from prefect_gpu.devices.shared_folder import (
     Hold,
@@ -103,14 +109,13 @@ class Owner:
 
     pid: int = 0
     namespace: str = ""
-    host: str = ""
     user: str = ""
 
 
 _OWNER: TypeAdapter[Owner] = TypeAdapter(Owner)
 
 
-class HostStore:
+class HostStore(Store):
     """A `Store` in a folder that all processes of a machine share. Raises `StoreError` if the folder cannot be used.
 
     Used by one thread at a time, except for `close`. `owners_s`: seconds between two checks for ended processes.
@@ -126,7 +131,6 @@ class HostStore:
         self.owner = uuid.uuid4().hex
         self.namespace = read_namespace()
         self.node = socket.gethostname()
-        self.silent: frozenset[str] = frozenset()
         # At exit the store is closed while other threads run, and closing SQLite's connection in the middle of a call
         # crashes the process.
         self._lock = threading.RLock()
@@ -252,7 +256,7 @@ class HostStore:
 
     def _append(self, changes: Iterable[Row]) -> int:
         if not self._registered:
-            about = json.dumps(_about_this_process(self.namespace))
+            about = _OWNER.dump_json(_about_this_process(self.namespace)).decode()
             self._db.execute("INSERT INTO owners VALUES (?, ?)", (self.owner, about))
             self._registered = True
         number = 0
@@ -552,15 +556,10 @@ def _leave(
         (folder / f"{owner}.lock").unlink(missing_ok=True)
 
 
-def _about_this_process(namespace: str) -> dict[str, str | int | float]:
-    """Return the description of this process for people (see `Owner`). No decision depends on it."""
-    with contextlib.suppress(KeyError, OSError, psutil.Error):
-        return {
-            "pid": os.getpid(),
-            "namespace": namespace,
-            "started_s": psutil.Process().create_time(),
-            "boot": read_machine(),
-            "host": socket.gethostname(),
-            "user": getpass.getuser(),
-        }
-    return {"pid": os.getpid()}
+def _about_this_process(namespace: str) -> Owner:
+    """Return the description of this process for people. No decision depends on it."""
+    user = ""
+    # A container may have no name for its user.
+    with contextlib.suppress(KeyError, OSError):
+        user = getpass.getuser()
+    return Owner(os.getpid(), namespace, user)

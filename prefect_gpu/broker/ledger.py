@@ -4,7 +4,7 @@ An `Entry` is the ledger's record of one request. The ledger is a log of changes
 the log has the same entries. A decision is made on one version of the ledger and written only if no process has added a
 reservation since (compare and swap), so two brokers can never reserve the same bytes.
 
-A `Store` keeps the log: `MemoryStore` for one process, `host_ledger.HostStore` for all processes of a machine.
+A `Store` keeps the log: itself for one process, `host_ledger.HostStore` for all processes of a machine.
 `prefect_gpu.scheduling` decides on reservations; `device_view` waits until memory of ended processes is free.
 """
 
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from prefect_gpu.broker.phases import Phase, Wish, Wisher
 from prefect_gpu.process_resources import PROCESS_RESOURCES
@@ -132,32 +132,34 @@ class StoreReplacedError(StoreError):
     """The files of a store were replaced. The store must be opened again, as other processes do."""
 
 
-class Store(Protocol):
-    """Keeps the log of a ledger. The ledger holds its lock during a call, so each call returns within seconds."""
+class Store:
+    """Keeps the log of a ledger. The ledger holds its lock during a call, so each call returns within seconds.
+
+    This one keeps no rows: its process shares nothing.
+    """
 
     #: Name of this process as an owner, its PID namespace, and the name of its node.
-    owner: str
-    namespace: str
-    node: str
+    owner: str = "memory"
+    namespace: str = ""
+    node: str = ""
     #: Owners (processes) that are alive but send no heartbeats: stopped, or hanging. Updated by `changed`.
-    silent: frozenset[str]
+    silent: frozenset[str] = frozenset()
 
     @property
     def closed(self) -> bool:
         """Whether the store was closed, for example at the exit of this process."""
-        ...
+        return False
 
     def beat(self) -> None:
         """Send a heartbeat to the other processes."""
-        ...
 
     def changed(self) -> bool:
         """Return whether another process may have written since the last call of `read` or `write`."""
-        ...
+        return False
 
     def read(self, after: int) -> Sequence[Row]:
         """Return the rows after a row number; raise `StoreError` if they cannot be read."""
-        ...
+        return ()
 
     def write(
         self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
@@ -167,11 +169,10 @@ class Store(Protocol):
         `after` is the number of the last row that was read. `conflicts` returns whether a later row, of another process,
         forbids the write. The numbers of the rows in `changes` are not used.
         """
-        ...
+        return Written((), after + len(changes))
 
     def close(self) -> None:
         """Remove the entries of this process, and close the store."""
-        ...
 
 
 #: Most times that a ledger reopens a store whose files were replaced. A file system whose inode numbers change would
@@ -180,36 +181,6 @@ MOST_OPENED = 10
 
 #: Seconds after which a store that could not be used is tried again. A disk may be full or slow for a while.
 AGAIN_S = 60.0
-
-
-class MemoryStore:
-    """The store of a process that shares nothing. It keeps no rows, since no other process reads them."""
-
-    owner = "memory"
-    namespace = ""
-    node = ""
-    silent = frozenset[str]()
-    closed = False
-
-    def beat(self) -> None:
-        """Do nothing: there is no other process."""
-
-    def changed(self) -> bool:
-        """Return `False`: no other process writes here."""
-        return False
-
-    def read(self, after: int) -> Sequence[Row]:
-        """Return nothing: no other process writes here."""
-        return ()
-
-    def write(
-        self, after: int, changes: Sequence[Row], conflicts: Callable[[Row], bool]
-    ) -> Written:
-        """Accept all changes: no other process writes here."""
-        return Written((), after + len(changes))
-
-    def close(self) -> None:
-        """Do nothing: no other process reads here."""
 
 
 class HostUse(NamedTuple):
@@ -273,13 +244,13 @@ class Ledger:
 
     def __init__(
         self,
-        open_store: Callable[[], Store] = MemoryStore,
+        open_store: Callable[[], Store] = Store,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_store = open_store
         self._now = now
         #: Whether other processes may use the ledger.
-        self.shares = open_store is not MemoryStore
+        self.shares = open_store is not Store
         self._reset()
         # A fork must not find SQLite in the middle of a call.
         PROCESS_RESOURCES.quiet_at_fork(self, lambda ledger: ledger._lock)
@@ -468,7 +439,7 @@ class Ledger:
         return store
 
     def _share_nothing(self, error: StoreError) -> None:
-        """Replace the store by a `MemoryStore`, which shares nothing."""
+        """Replace the store by a `Store`, which shares nothing."""
         # A closed store: this process exits.
         if not self._warned and (self._store is None or not self._store.closed):
             self._warned = True
@@ -476,7 +447,7 @@ class Ledger:
         mine = self._leave()
         self.problem = str(error)
         self._again_s = self._now() + AGAIN_S
-        self._store = MemoryStore()
+        self._store = Store()
         self._write(mine, lambda row: False)
 
     def _share_again(self) -> None:

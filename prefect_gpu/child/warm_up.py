@@ -83,7 +83,7 @@ def import_all(entries: Iterable[str]) -> dict[str, str]:
 def find_started() -> str:
     """Return which framework or driver an import has started, as text; empty: none. Does not load a driver."""
     for name, adapter in registry.ADAPTERS.items():
-        if adapter.module not in sys.modules:
+        if name not in sys.modules:
             continue
         try:
             started = adapter.has_started()
@@ -143,8 +143,7 @@ def _users_files() -> Iterator[tuple[str, str]]:
 def _is_library(entry: str) -> bool:
     """Return whether an entry of `WarmSpec.modules` is a framework or belongs to this package."""
     module = entry.partition(":")[0]
-    frameworks = (adapter.module for adapter in registry.ADAPTERS.values())
-    return module.partition(".")[0] == "prefect_gpu" or module in frameworks
+    return module.partition(".")[0] == "prefect_gpu" or module in registry.ADAPTERS
 
 
 def _follow_parent() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from prefect_gpu.broker.ledger import Entry, Row, Written
+from prefect_gpu.broker.ledger import Entry, Row, Store, Written
 from prefect_gpu.cluster import wire
 from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
@@ -305,13 +305,11 @@ class NodeMemory(ProcessMemory):
         return None if self._pid is None else self._node.peaks.pop(self._pid, None)
 
 
-class ClusterStore:
-    """Store of the flow's ledger, with rows of other flows' reservations on the nodes. It keeps no own rows."""
+class ClusterStore(Store):
+    """Store of the flow's ledger, with rows of other flows' reservations on the nodes. It keeps no own rows.
 
-    namespace = ""
-    node = ""
-    silent = frozenset[str]()
-    closed = False
+    On a cluster, the life of a flow shows in its agents (Ray actors), which end with it.
+    """
 
     def __init__(self, nodes: Nodes) -> None:
         self.owner = uuid.uuid4().hex
@@ -347,9 +345,6 @@ class ClusterStore:
         rows, self._rows = tuple(self._rows.values()), {}
         return rows
 
-    def beat(self) -> None:
-        """Do nothing: on a cluster, the life of a flow shows in its agents (Ray actors)."""
-
     def changed(self) -> bool:
         """Return whether there are unread rows of other flows."""
         with self._lock:
@@ -370,9 +365,6 @@ class ClusterStore:
                 return Written(rows, None)
             self._number += len(changes)
             return Written(rows, self._number)
-
-    def close(self) -> None:
-        """Do nothing: the agents end with the flow."""
 
 
 class ClusterLauncher:

@@ -270,10 +270,8 @@ class FrameworkAdapter:
     child. The defaults suit a framework without environment variables and counters.
     """
 
-    #: Name of the framework in `gpu:framework=`.
+    #: Name of the framework in `gpu:framework=`, and the root of its import name: "torch", "tensorflow".
     name: ClassVar[str]
-    #: Root of the framework's import name: "torch", "tensorflow".
-    module: ClassVar[str]
     #: Default variables of the framework's children. A value in the flow's process takes precedence.
     default_environment: ClassVar[Mapping[str, str]] = MappingProxyType({})
     #: Variables that the framework reads when it first uses a device, so that they may change after its import.

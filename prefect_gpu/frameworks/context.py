@@ -28,9 +28,6 @@ FALLBACK_CONTEXT_BYTES: Mapping[str, int] = {
     "onnxruntime": 770 * MIB,
 }
 
-#: Context in bytes of any other framework, if its measurement failed.
-DEFAULT_CONTEXT_BYTES = 700 * MIB
-
 #: Memory of NCCL, outside the framework's allocator, in bytes on each device of a task with several devices: 820 MiB
 #: in JAX's sharding and TensorFlow's MirroredStrategy, two H100, driver 580, NCCL of CUDA 13, 2026-11-24.
 COLLECTIVES_BYTES = 900 * MIB
@@ -39,11 +36,6 @@ COLLECTIVES_BYTES = 900 * MIB
 def context_key(framework: str, device: Device) -> str:
     """Return the key of a context in a `ContextStore`: framework, version, device model and driver, as one line."""
     return json.dumps([framework, framework_version(framework), device.name, device.driver])
-
-
-def fallback_context_bytes(framework: str) -> int:
-    """Return the context of a framework, in bytes, to assume without a measurement."""
-    return FALLBACK_CONTEXT_BYTES.get(framework, DEFAULT_CONTEXT_BYTES)
 
 
 def with_collectives(context_bytes: int, budget_bytes: int) -> int:

@@ -19,7 +19,6 @@ class CupyAdapter(adapter.FrameworkAdapter):
     """
 
     name = "cupy"
-    module = "cupy"
     late_variables = ("CUPY_GPU_MEMORY_LIMIT",)
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:

@@ -101,7 +101,7 @@ def install(adapters: Iterable[FrameworkAdapter], policy: FrameworkPolicy) -> Af
     chosen = tuple(adapters)
     for adapter in chosen:
         adapter.cap_subprocesses(policy, os.environ)
-    finder = AfterImport({a.module: functools.partial(_apply, a, policy) for a in chosen})
+    finder = AfterImport({a.name: functools.partial(_apply, a, policy) for a in chosen})
     finder.install()
     return finder
 
@@ -154,7 +154,7 @@ def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
 
 def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
     loaded = sys.modules
-    return [a for a in adapters if a.module in loaded and not _is_lazy(loaded.get(a.module))]
+    return [a for a in adapters if a.name in loaded and not _is_lazy(loaded.get(a.name))]
 
 
 def _is_lazy(module: ModuleType | None) -> bool:

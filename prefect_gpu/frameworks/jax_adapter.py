@@ -26,7 +26,6 @@ class JaxAdapter(adapter.FrameworkAdapter):
     """Applies a policy to JAX: memory on CUDA devices, and the number of threads. Both are set by the environment."""
 
     name = "jax"
-    module = "jax"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return the variables of preallocation, memory fraction (one for all devices: the smallest) and threads.

@@ -34,7 +34,7 @@ def release_cached() -> int:
     before = _read_own()
     gc.collect()
     for adapter in ADAPTERS.values():
-        if adapter.module in sys.modules:
+        if adapter.name in sys.modules:
             adapter.release_cached()
     gc.collect()
     after = _read_own()

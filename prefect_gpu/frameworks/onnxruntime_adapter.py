@@ -58,7 +58,6 @@ class OnnxRuntimeAdapter(FrameworkAdapter):
     """
 
     name = "onnxruntime"
-    module = "onnxruntime"
 
     def apply(self, policy: FrameworkPolicy) -> None:
         """Store the policy for later sessions; if a tag names ONNX Runtime, check that it has a CUDA provider."""

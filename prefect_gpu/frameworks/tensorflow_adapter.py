@@ -46,7 +46,6 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
     """Applies a policy to TensorFlow; on the host only threads. TensorFlow never returns memory to the driver."""
 
     name = "tensorflow"
-    module = "tensorflow"
     # Otherwise each process writes three lines about oneDNN and the processor (2.21).
     default_environment = MappingProxyType({"TF_CPP_MIN_LOG_LEVEL": "1"})
     # Read when the runtime starts; the level of the log at any time.

@@ -67,7 +67,6 @@ class TorchAdapter(FrameworkAdapter):
     """Applies a policy to PyTorch: memory on CUDA devices, and the number of threads, on the host, too."""
 
     name = "torch"
-    module = "torch"
 
     def environment(self, policy: FrameworkPolicy) -> dict[str, str | None]:
         """Return the variables of PyTorch's allocator; its options under the old and the new name."""

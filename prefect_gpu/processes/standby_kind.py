@@ -85,7 +85,7 @@ class Kind:
         """Return the whole environment of a standby, from the environment of its parent."""
         environment = dict(parent)
         for name in self.always:
-            adapter = registry.ADAPTERS.get(_framework_of(name))
+            adapter = registry.ADAPTERS.get(name)
             if adapter is not None:
                 ahead = {**adapter.default_environment, **adapter.standby_environment()}
                 environment = {**ahead, **environment}
@@ -112,11 +112,10 @@ def kind_of(
     if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
         # Branches of the task use one framework each, and the imports of all would count as host memory.
         names = []
-    always = [registry.ADAPTERS[name].module for name in names]
-    users = _users_modules(fn, always, names)
+    users = _users_modules(fn, names)
     # Before the user's modules, since only objects of libraries imported by then are frozen.
-    if with_prefect or any(map(registry.brings_prefect, users)):
-        always = [*OWN_MODULES, *always]
+    has_prefect = with_prefect or any(map(registry.brings_prefect, users))
+    always = [*OWN_MODULES, *names] if has_prefect else names
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
         users=tuple(users),
@@ -138,13 +137,8 @@ def standby_changes(
     return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
 
 
-@functools.cache
-def _framework_of(module: str) -> str:
-    return next((n for n, a in registry.ADAPTERS.items() if a.module == module), "")
-
-
-def _users_modules(fn: Any, always: Iterable[str], frameworks: Iterable[str]) -> list[str]:
-    taken = {*always, *OWN_MODULES}
+def _users_modules(fn: Any, frameworks: Sequence[str]) -> list[str]:
+    taken = {*frameworks, *OWN_MODULES}
     found = []
     for entry in registry.needed_modules(fn):
         module = entry.partition(":")[0]

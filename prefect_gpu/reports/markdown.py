@@ -30,7 +30,7 @@ from prefect_gpu.reports.model import (
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, MIB, format_bytes, format_seconds
+from prefect_gpu.units import GIB, MIB, counted, format_bytes, format_seconds
 
 #: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, because Prefect's v2 UI renders an
 #: artifact's page twice (3.8.8, two cores).
@@ -210,7 +210,7 @@ def _step_words(steps: StepFacts | None) -> str:
     if steps.step_s is not None:
         words.append(f"{format_seconds(steps.step_s)} each")
     if steps.alloc_retries:
-        words.append(f"its cache given up {_many(steps.alloc_retries, 'time')}")
+        words.append(f"its cache given up {counted(steps.alloc_retries, 'time')}")
     return ", ".join(words)
 
 
@@ -377,13 +377,13 @@ def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRu
     states = [OUTCOMES[run.end.outcome].state for run in runs]
     known = dict.fromkeys(words.state for words in OUTCOMES.values())
     counts = [f"{states.count(state)} {state}" for state in known if state in states]
-    text = f"{_many(len(runs), 'task run')}: {', '.join(counts)}"
-    text += f"; {_many(sum(run.tries for run in runs), 'attempt')}"
+    text = f"{counted(len(runs), 'task run')}: {', '.join(counts)}"
+    text += f"; {counted(sum(run.tries for run in runs), 'attempt')}"
     if reports:
         devices = len({device for report in reports for device in report.devices})
         nodes = _count_nodes(reports)
-        text += f" on {_many(devices, 'device')}"
-        text += f" of {_many(nodes, 'node')}" if nodes else ""
+        text += f" on {counted(devices, 'device')}"
+        text += f" of {counted(nodes, 'node')}" if nodes else ""
         text += f" in {format_seconds(_duration_s(reports))}"
     return text + "."
 
@@ -426,7 +426,7 @@ def _state_words(run: _Run, first: Callable[[str], str] = str) -> str:
     """Return a task run's state, changed by `first`, and its retries: `completed, recovered after 2 retries`."""
     state = first(OUTCOMES[run.end.outcome].state)
     if run.end.outcome == "completed":
-        retries = f", recovered after {_many(run.tries - 1, 'retry', 'retries')}"
+        retries = f", recovered after {counted(run.tries - 1, 'retry', 'retries')}"
         return state + (retries if run.tries > 1 else "")
     words = f"**{state}**"
     if run.end.outcome in ("oom", "timeout"):
@@ -516,7 +516,3 @@ def _reserved_byte_seconds(reports: Sequence[TaskReport]) -> float:
 def _duration_s(reports: Sequence[TaskReport]) -> float:
     start = min((report.placed_at for report in reports), default=0.0)
     return max((report.placed_at + report.held_s - start for report in reports), default=0.0)
-
-
-def _many(count: int, one: str, several: str = "") -> str:
-    return f"{count} {one if count == 1 else several or one + 's'}"

@@ -104,7 +104,7 @@ class ContextMeter:
         for name in registry.ADAPTERS:
             measured = self._store.get(known_contexts.context_key(name, device))
             contexts[name] = (
-                known_contexts.fallback_context_bytes(name) if measured is None else measured
+                known_contexts.FALLBACK_CONTEXT_BYTES[name] if measured is None else measured
             )
         return contexts
 
@@ -123,7 +123,7 @@ class ContextMeter:
             lock = self._locks.setdefault(key, threading.Lock())
         while not lock.acquire(timeout=CANCELLED_S):
             if cancelled():
-                return known_contexts.fallback_context_bytes(framework)
+                return known_contexts.FALLBACK_CONTEXT_BYTES[framework]
         try:
             # Another task may have measured it meanwhile.
             size = self._store.get(key)
@@ -133,10 +133,10 @@ class ContextMeter:
                 return size
             try:
                 if cancelled():
-                    return known_contexts.fallback_context_bytes(framework)
+                    return known_contexts.FALLBACK_CONTEXT_BYTES[framework]
                 size = self._calibrate(framework, policy, broker, ticket, cancelled)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
-                size = known_contexts.fallback_context_bytes(framework)
+                size = known_contexts.FALLBACK_CONTEXT_BYTES[framework]
                 if cancelled():
                     return size
                 if isinstance(error, TimeoutError):

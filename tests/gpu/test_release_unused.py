@@ -37,7 +37,7 @@ def start(nvml: object, make_rig: Callable[..., Rig]) -> Start:
     def started(
         framework: str, body: Any, *args: Any, allocation: AllocationMode = "limit"
     ) -> Heard:
-        pytest.importorskip(registry.ADAPTERS[framework].module)
+        pytest.importorskip(framework)
         policy = FrameworkPolicy(
             "nvml", (device.uuid,), (device.total_bytes,), (BUDGET,), {framework: GIB}, allocation
         )

@@ -184,9 +184,7 @@ def indices(ticket: Ticket) -> list[int]:
 class Waiter:
     """Waits for a ticket in a thread, as an engine does."""
 
-    def __init__(
-        self, rig: Rig, ticket: Ticket, limit_s: float | None = None, again_s: float = 30.0
-    ) -> None:
+    def __init__(self, rig: Rig, ticket: Ticket, limit_s: float | None = None) -> None:
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.outcome: queue.SimpleQueue[Placement | Exception] = queue.SimpleQueue()
         self.on_waiting: Callable[[Reason], None] = lambda reason: self.told.put(sentence(reason))
@@ -194,9 +192,7 @@ class Waiter:
         def wait() -> None:
             try:
                 self.outcome.put(
-                    rig.broker.wait(
-                        ticket, limit_s, lambda reason: self.on_waiting(reason), again_s=again_s
-                    )
+                    rig.broker.wait(ticket, limit_s, lambda reason: self.on_waiting(reason))
                 )
             except Exception as error:
                 self.outcome.put(error)

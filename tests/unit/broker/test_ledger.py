@@ -23,7 +23,7 @@ from prefect_gpu.broker.ledger import (
     Entry,
     Ledger,
     LedgerView,
-    MemoryStore,
+    Store,
     StoreError,
 )
 from prefect_gpu.broker.phases import Phase, Trigger, Wish, Wisher
@@ -60,7 +60,7 @@ def nothing() -> None:
 @pytest.fixture(params=["one process", "processes of a machine"])
 def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Ledger:
     shared = request.param != "one process"
-    return Ledger((lambda: HostStore(tmp_path)) if shared else MemoryStore)
+    return Ledger((lambda: HostStore(tmp_path)) if shared else Store)
 
 
 def test_reservations_are_written_only_on_the_version_they_were_decided_on(ledger: Ledger) -> None:
@@ -784,7 +784,7 @@ def test_a_folder_of_a_group_has_files_of_the_group(tmp_path: Path) -> None:
 
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mount = SimpleNamespace(mountpoint=str(tmp_path), fstype="nfs4")
-    monkeypatch.setattr(host_ledger.psutil, "disk_partitions", lambda **of_all: [mount])
+    monkeypatch.setattr(shared_folder.psutil, "disk_partitions", lambda **of_all: [mount])
     with pytest.raises(StoreError, match=r"network file system \(nfs4\)"):
         HostStore(tmp_path)
 

@@ -6,6 +6,7 @@ import queue
 
 import pytest
 
+from prefect_gpu.broker import broker
 from prefect_gpu.broker.broker import Ticket, Withdrawn
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import PlacementTimeoutError
@@ -32,7 +33,8 @@ def test_a_waiting_request_gets_its_reason_and_each_change_of_it(
         return reason
 
     monkeypatch.setattr(rig.broker, "explain", listen)
-    waiter = Waiter(rig, rig.submit("b", 6), again_s=2.0)
+    monkeypatch.setattr(broker, "AGAIN_S", 2.0)
+    waiter = Waiter(rig, rig.submit("b", 6))
 
     def advance(duration_s: float) -> str:
         rig.broker.look()

@@ -58,7 +58,7 @@ def entry(
 
 
 def look(*entries: tuple[str, Entry], snapshots: Any = None, **more: Any) -> Status:
-    owners = {"flow": Owner(7, HERE, "here", "ada"), "boxed": Owner(7, "pid:[2]", "box", "bo")}
+    owners = {"flow": Owner(7, HERE, "ada"), "boxed": Owner(7, "pid:[2]", "bo")}
     given: dict[str, Any] = {
         "owners": owners,
         "placed_s": {},

@@ -4,10 +4,10 @@ import pytest
 
 from prefect_gpu.frameworks import context
 from prefect_gpu.frameworks.context import (
+    FALLBACK_CONTEXT_BYTES,
     ContextStore,
     context_key,
     default_path,
-    fallback_context_bytes,
     with_collectives,
 )
 from prefect_gpu.scheduling.model import Device
@@ -80,7 +80,6 @@ def test_nccl_is_left_900_mib_or_half_of_what_there_is(budget_mib, expected_mib)
 
 
 def test_fallbacks():
-    assert fallback_context_bytes("torch") == 766 * MIB
-    assert fallback_context_bytes("tensorflow") > 1200 * MIB
-    assert fallback_context_bytes("onnxruntime") == 770 * MIB
-    assert fallback_context_bytes("something else") == 700 * MIB
+    assert FALLBACK_CONTEXT_BYTES["torch"] == 766 * MIB
+    assert FALLBACK_CONTEXT_BYTES["tensorflow"] > 1200 * MIB
+    assert FALLBACK_CONTEXT_BYTES["onnxruntime"] == 770 * MIB

@@ -16,10 +16,8 @@ NAME = "framework_for_tests"
 
 
 class FakeAdapter(FrameworkAdapter):
-    name = "fake"
-
     def __init__(self, module=NAME, error=None, counters=None, trace=None):
-        self.module = module
+        self.name = module
         self.error = error
         self.applied = 0
         self.saw = None
@@ -28,7 +26,7 @@ class FakeAdapter(FrameworkAdapter):
 
     def apply(self, policy):
         self.applied += 1
-        self.saw = getattr(sys.modules[self.module], "READY", None)
+        self.saw = getattr(sys.modules[self.name], "READY", None)
         if self.error is not None:
             raise self.error
 
@@ -179,7 +177,7 @@ def test_the_first_imported_framework_that_can_be_traced_is(monkeypatch):
 
 def test_frameworks_in_use_are_those_imported(monkeypatch):
     for adapter in hooks.ADAPTERS.values():
-        monkeypatch.delitem(sys.modules, adapter.module, raising=False)
+        monkeypatch.delitem(sys.modules, adapter.name, raising=False)
     monkeypatch.setitem(sys.modules, "jax", object())
     assert hooks.frameworks_in_use() == ("jax",)
 
@@ -204,9 +202,9 @@ def test_a_lazily_loaded_framework_is_applied_when_it_loads(framework, monkeypat
 def test_asking_an_adapter_loads_no_framework_that_is_absent_or_lazily_loaded(
     adapter, tmp_path, monkeypatch
 ):
-    for name in (adapter.module, "loaded_by_mistake"):
+    for name in (adapter.name, "loaded_by_mistake"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    (tmp_path / f"{adapter.module}.py").write_text("import loaded_by_mistake\n")
+    (tmp_path / f"{adapter.name}.py").write_text("import loaded_by_mistake\n")
     (tmp_path / "loaded_by_mistake.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -218,7 +216,7 @@ def test_asking_an_adapter_loads_no_framework_that_is_absent_or_lazily_loaded(
         adapter.release_unused()
         assert adapter.name not in hooks.frameworks_in_use()
         assert "loaded_by_mistake" not in sys.modules
-        import_lazily(adapter.module, monkeypatch)
+        import_lazily(adapter.name, monkeypatch)
 
 
 def test_two_finders_that_wait_for_one_module_both_act(monkeypatch: pytest.MonkeyPatch) -> None:

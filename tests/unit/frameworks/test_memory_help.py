@@ -22,7 +22,7 @@ NAME = "framework_for_remedies"
 
 class FakeAdapter:
     def __init__(self, module: str = NAME) -> None:
-        self.module = module
+        self.name = module
         self.released = 0
 
     def release_cached(self) -> None:

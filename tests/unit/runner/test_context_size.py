@@ -15,9 +15,9 @@ from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy
 from prefect_gpu.frameworks.context import (
     COLLECTIVES_BYTES,
+    FALLBACK_CONTEXT_BYTES,
     ContextStore,
     context_key,
-    fallback_context_bytes,
 )
 from prefect_gpu.frameworks.registry import ADAPTERS
 from prefect_gpu.processes.launch_spec import (
@@ -127,7 +127,7 @@ def test_a_context_is_what_the_device_shows_above_the_allocator_and_is_kept(
 
 def test_other_frameworks_get_the_figure_that_is_documented(store: ContextStore) -> None:
     known = ContextMeter(store, Launcher()).known(device())
-    assert known["tensorflow"] == fallback_context_bytes("tensorflow")
+    assert known["tensorflow"] == FALLBACK_CONTEXT_BYTES["tensorflow"]
 
 
 def test_a_cap_on_several_devices_leaves_space_for_nccl_until_a_run_has_shown_what_it_takes(
@@ -159,7 +159,7 @@ def test_what_cannot_be_measured_is_assumed_and_said(
     store: ContextStore, caplog: pytest.LogCaptureFixture, says: list[Any], reason: str
 ) -> None:
     size, ticket = measure(store, Launcher(*says))
-    assert size == fallback_context_bytes("torch")
+    assert size == FALLBACK_CONTEXT_BYTES["torch"]
     assert ticket.pid is None
     assert reason in caplog.text
     assert not store.path.exists()
@@ -173,7 +173,7 @@ def test_a_calibration_that_took_too_long_is_not_repeated(
     meter, broker = ContextMeter(store, launcher), Broker(ticket, 0)
     for _ in range(2):
         found = meter.contexts(("torch",), None, POLICY, broker, ticket)  # type: ignore[arg-type]
-        assert found["torch"] == fallback_context_bytes("torch")
+        assert found["torch"] == FALLBACK_CONTEXT_BYTES["torch"]
     assert len(launcher.started) == len(caplog.records) == 1
 
 
@@ -185,7 +185,7 @@ def test_a_task_run_that_is_cancelled_does_not_wait_for_anothers_calibration(
     with meter._locks.setdefault(key, threading.Lock()):
         broker: Any = Broker(ticket, GIB)
         found = meter.contexts(("torch",), None, POLICY, broker, ticket, lambda: True)
-    assert found["torch"] == fallback_context_bytes("torch") and not launcher.started
+    assert found["torch"] == FALLBACK_CONTEXT_BYTES["torch"] and not launcher.started
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -202,7 +202,7 @@ def test_a_task_run_that_is_cancelled_waits_for_no_calibration(
         ticket,
         lambda: next(answers, True),
     )
-    assert found["torch"] == fallback_context_bytes("torch")
+    assert found["torch"] == FALLBACK_CONTEXT_BYTES["torch"]
     assert len(launcher.started) == (not at_once) and not caplog.records
     assert ticket.pid is None and ticket.on_measured is None
 
@@ -236,7 +236,7 @@ def test_a_device_that_shows_nothing_of_processes_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr(contexts, "READING_S", 0.05)
     size, _ = measure(store, Launcher(*said(300 * MIB)), shows=0)
-    assert size == fallback_context_bytes("torch")
+    assert size == FALLBACK_CONTEXT_BYTES["torch"]
     assert "shows no memory" in caplog.text
 
 
@@ -245,7 +245,7 @@ def test_a_child_that_says_nothing_is_killed(
 ) -> None:
     monkeypatch.setattr(contexts, "CALIBRATION_S", 0.05)
     size, _ = measure(store, Launcher(ChildStarted(77)))
-    assert size == fallback_context_bytes("torch")
+    assert size == FALLBACK_CONTEXT_BYTES["torch"]
     assert "longer than 0.05s" in caplog.text
 
 
@@ -283,7 +283,7 @@ def test_a_tasks_contexts_come_from_the_best_source(
         ticket,
     )
     assert {name: found[name] for name in expected} == expected
-    known = {name: fallback_context_bytes(name) for name in ADAPTERS}
+    known = {name: FALLBACK_CONTEXT_BYTES[name] for name in ADAPTERS}
     if not learned_bytes and not measured:
         assert found == known
     assert bool(launcher.started) is measured

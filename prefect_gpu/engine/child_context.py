@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from prefect import Task
+from prefect.cache_policies import NO_CACHE
 from prefect.context import (
     AssetContext,
     FlowRunContext,
@@ -24,8 +25,16 @@ from prefect_gpu.errors import ResultError
 from prefect_gpu.policy import is_gpu_tag
 from prefect_gpu.processes.messages import ContextChanges, StoredValue
 
-#: Attributes of tasks with functions that a child process never calls; removed from its copy, as all hooks are.
-ONLY_HERE = ("retry_condition_fn", "cache_key_fn")
+#: Attributes of tasks and flows that may hold functions, which a child process never calls, and what its copy has in
+#: place of a function. Its copy has no hooks either.
+ONLY_HERE = {
+    "retry_condition_fn": None,
+    "cache_key_fn": None,
+    "task_run_name": None,
+    "flow_run_name": None,
+    "cache_policy": NO_CACHE,
+    "_user_cache_policy": NO_CACHE,
+}
 
 
 def context_for_child(task_run: TaskRunContext, task: Task[..., Any]) -> dict[str, Any]:
@@ -109,8 +118,8 @@ def _travelling(runnable: Any) -> Any:
     for name in [*vars(light)]:
         if name.endswith("_hooks"):
             setattr(light, name, [])
-        elif name in ONLY_HERE:
-            setattr(light, name, None)
+        elif name in ONLY_HERE and not isinstance(getattr(light, name), str):
+            setattr(light, name, ONLY_HERE[name])
     return light
 
 

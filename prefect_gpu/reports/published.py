@@ -38,7 +38,7 @@ from prefect_gpu.errors import ReportError
 from prefect_gpu.reports.canvas import clean
 from prefect_gpu.reports.markup import is_secret
 from prefect_gpu.reports.model import TaskReport, figure_values, read_metadata
-from prefect_gpu.reports.publish import FLOW_PREFIX, TASK_PREFIX, read_pages
+from prefect_gpu.reports.publish import FLOW_PREFIX, PAGE, TASK_PREFIX, read_pages
 from prefect_gpu.units import format_seconds
 
 #: Most characters of a flow run's parameters on a page.
@@ -211,8 +211,8 @@ def report(flow_run: UUID | str) -> FlowRunReport:
         task_runs = {UUID(each["id"]): each for each in _all_of(client, "task_runs", [run.id])}
         artifacts = sorted(_all_of(client, "artifacts", [run.id]), key=lambda a: a["created"])
     names = {id_: each["name"] for id_, each in task_runs.items()}
-    whole = [each for each in artifacts if each["key"].startswith(FLOW_PREFIX)]
-    processes = [each for each in artifacts if each["key"].startswith(TASK_PREFIX)]
+    whole = [each for each in artifacts if (each["key"] or "").startswith(FLOW_PREFIX)]
+    processes = [each for each in artifacts if (each["key"] or "").startswith(TASK_PREFIX)]
     if not whole and not processes:
         raise ReportError(
             f"flow run {run.name} ({run.id}) has no reports: none of its tasks had a gpu tag, or "
@@ -324,12 +324,18 @@ def correct_address(url: str | None) -> str | None:
 def _last_runs(client: SyncPrefectClient, flow: str, last: int) -> list[FlowRun]:
     """Return the newest `last` runs of a flow that have begun; empty: no flow has that name."""
     begun = FlowRunFilterStateType(not_any_=[StateType.SCHEDULED, StateType.PENDING])
-    return client.read_flow_runs(
-        flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=begun)),
-        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-        limit=last,
-    )
+    found: list[FlowRun] = []
+    for offset in range(0, last, PAGE):
+        found += client.read_flow_runs(
+            flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])),
+            flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=begun)),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+            limit=min(PAGE, last - offset),
+            offset=offset,
+        )
+        if len(found) < offset + PAGE:
+            break
+    return found
 
 
 def _task_report(

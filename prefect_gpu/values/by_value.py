@@ -29,7 +29,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
-from prefect_gpu.values import made_anew
+from prefect_gpu.values import enums, made_anew
 from prefect_gpu.values.importable import find_reference, is_importable, resolve, travels_by_value
 from prefect_gpu.values.stand_ins import keep, namespace
 
@@ -145,8 +145,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         if reduction is NotImplemented or len(reduction) != 6:
             return reduction
         make, arguments, state, *_ = reduction
-        if make is internals._make_skeleton_class and vars(obj).get("__slots__"):
-            arguments, state = _with_slots(obj, arguments, state)
+        if make is internals._make_skeleton_enum:
+            make, arguments, state = enums.reduce(obj, arguments, state)
+        else:
+            arguments, state = _with_names(obj, arguments, state)
         key = None if self._to_flow else made_anew.own_name(obj)
         # `get_annotations` leaves out annotations of base classes, and does not evaluate text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
@@ -273,11 +275,16 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_slots(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
-    """Return a class's pickled parts with its `__slots__`; without them, its objects would have a `__dict__`."""
+def _with_names(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
+    """Return a class's pickled parts with its qualified name and its `__slots__`, which cloudpickle leaves out.
+
+    Without the name, objects of a nested class cannot be pickled; without the slots they would have a `__dict__`.
+    """
     maker, name, bases, attributes, *others = arguments
-    attributes = {**attributes, "__slots__": vars(kind)["__slots__"]}
+    attributes = {**attributes, "__qualname__": kind.__qualname__}
     found, slots = state
+    if vars(kind).get("__slots__"):
+        attributes["__slots__"] = vars(kind)["__slots__"]
     found = {k: v for k, v in found.items() if not isinstance(v, types.MemberDescriptorType)}
     return (maker, name, bases, attributes, *others), (found, slots)
 
@@ -387,11 +394,49 @@ def _make_class(
 ) -> type:
     found = find(key)
     if not isinstance(found, type):
-        # Making the class a second time would call `__init_subclass__` of its base again.
         found = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
-    made = make(*arguments) if found is None else found
+    made: type | None = found
+    if made is None:
+        made = _new_class(make, arguments)
+        internals._lookup_class_or_track(tracker_id, made)
     keep(key, made)
     return made
+
+
+def _new_class(make: Callable[..., type], arguments: Any) -> type:
+    """Make a class. What the script's `__init_subclass__` has done arrives with the script's variables.
+
+    That of a library is called, to register the class in this process, if it needs no more than the class: the keywords
+    after the base classes are not known.
+    """
+    bases = next(each for each in arguments if isinstance(each, tuple))
+    around = {c: None for base in types.resolve_bases(bases) for c in base.__mro__}
+    with _without_hooks(c for c in around if c in _finished):
+        try:
+            return make(*arguments)
+        except TypeError:
+            hooks = [c for c in around if isinstance(_hook_of(c), classmethod)]
+            if not hooks:
+                raise
+    with _without_hooks(hooks):
+        return make(*arguments)
+
+
+def _hook_of(kind: type) -> Any:
+    return vars(kind).get("__init_subclass__")
+
+
+@contextlib.contextmanager
+def _without_hooks(kinds: Iterable[type]) -> Iterator[None]:
+    """Take `__init_subclass__` away from classes during a `with` block."""
+    taken = [(kind, hook) for kind in kinds if (hook := _hook_of(kind)) is not None]
+    for kind, _ in taken:
+        type.__delattr__(kind, "__init_subclass__")
+    try:
+        yield
+    finally:
+        for kind, hook in taken:
+            type.__setattr__(kind, "__init_subclass__", hook)
 
 
 def _set_class(made: type, state: Any) -> None:
@@ -407,3 +452,5 @@ def _set_class(made: type, state: Any) -> None:
         if arrived is not None:
             arrived.append(made)
         internals._class_setstate(made, parts)
+        for name, attributes in parts[1].items():
+            vars(made.__members__[name]).update(attributes)  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ import queue
 import sys
 import threading
 import types
-import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -43,6 +42,9 @@ Made = tuple[Any, ...]
 Name = tuple[str, str]
 
 _LOCK, _RLOCK = type(threading.Lock()), type(threading.RLock())
+
+#: Type of the functions that `functools.lru_cache` and `cache` make.
+CACHED: type = type(functools.lru_cache(len))
 
 #: Types of objects that synchronise the threads of one process.
 SYNCHRONISATION: tuple[type, ...] = (
@@ -99,11 +101,26 @@ class _Nothing:
 
 def _cached_function(function: Any) -> Made:
     parameters = function.cache_parameters()
-    return _make_cached, (function.__wrapped__, parameters["maxsize"], parameters["typed"])
+    options = parameters["maxsize"], parameters["typed"], _own_attributes(function)
+    return _make_cached, (function.__wrapped__, *options)
 
 
-def _make_cached(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
-    return functools.lru_cache(maxsize, typed)(function)
+def _make_cached(
+    function: Callable[..., Any], maxsize: int | None, typed: bool, attributes: Mapping[str, Any]
+) -> Any:
+    made = functools.lru_cache(maxsize, typed)(function)
+    vars(made).update(attributes)
+    return made
+
+
+def _own_attributes(wrapper: Any) -> dict[str, Any]:
+    """Return the attributes of a wrapper function that `functools` has not set."""
+    others = {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cache_parameters", *_OF_DISPATCH}
+    return {name: value for name, value in vars(wrapper).items() if name not in others}
+
+
+#: Attributes of the functions that `functools.singledispatch` makes.
+_OF_DISPATCH = ("register", "dispatch", "registry", "_clear_cache")
 
 
 def _make_reference(target: Any) -> weakref.ref[Any]:
@@ -140,7 +157,7 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
     threading.local: lambda _: (threading.local, ()),
     **dict.fromkeys(_QUEUES, _queue),
     contextvars.ContextVar: _context_variable,
-    type(functools.lru_cache(_make_event)): _cached_function,
+    CACHED: _cached_function,
     functools.cached_property: lambda found: (
         functools.cached_property,
         (found.func,),
@@ -155,15 +172,25 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
 #: Types of libraries' objects that a script may refer to, and compare by `is`.
 _OF_LIBRARIES = (object, contextvars.ContextVar)
 
-#: Types whose objects are pickled by module and name. Objects of private modules are made anew.
-_NAMED_TYPES: dict[type, Callable[[Any], Made]] = {
-    typing.NewType: lambda found: (
-        typing.NewType,
-        (found.__name__, found.__supertype__),
-        {"__module__": found.__module__},
+#: Types of `typing` and `typing_extensions` whose objects are pickled by module and name, by name of the type; with the
+#: arguments that make an object. Objects of private modules are made anew.
+_NAMED_TYPES: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    "NewType": lambda found: ((found.__name__, found.__supertype__), {}),
+    "ParamSpec": lambda found: ((found.__name__,), {}),
+    "TypeVarTuple": lambda found: ((found.__name__,), {}),
+    # The value of a `type` statement is computed when it is first read.
+    "TypeAliasType": lambda found: (
+        (found.__name__, found.__value__),
+        {"type_params": found.__type_params__},
     ),
-    typing.ParamSpec: lambda found: (typing.ParamSpec, (found.__name__,)),
 }
+
+
+def _make_named(kind: type, module: str, arguments: Any, options: Any) -> Any:
+    # These types take an object's module, which cannot always be set, from their caller.
+    held = {"__name__": module, "kind": kind, "arguments": arguments, "options": options}
+    return eval("kind(*arguments, **options)", held)
+
 
 #: Names of types whose objects belong to one process, with the reason. (A copy could be made, with new locks.)
 _REFUSED = {
@@ -228,8 +255,10 @@ class NamedObjects:
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
         if kind in _ANEW:
             return functools.partial(self._anew, _ANEW[kind])
-        if kind in _NAMED_TYPES:
-            return functools.partial(self._private, _NAMED_TYPES[kind])
+        if kind.__module__ in ("typing", "typing_extensions") and kind.__name__ in _NAMED_TYPES:
+            return functools.partial(self._private, _NAMED_TYPES[kind.__name__])
+        if issubclass(kind, threading.local):
+            return functools.partial(self._anew, lambda _: (kind, ()))
         for base in kind.__mro__:
             reason = _REFUSED.get(f"{base.__module__}.{base.__qualname__}")
             if reason is not None:
@@ -240,7 +269,8 @@ class NamedObjects:
         if package in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
             return _FRAMEWORKS[package]
         if not _is_plain(kind):
-            return None
+            by_name = isinstance(kind.__reduce__, types.FunctionType) and travels_by_value(kind)
+            return self._named_by_itself if by_name else None
         index = {id(value): name for name, value in _held_near(kind)}
         return functools.partial(self._singleton, kind, index) if index else None
 
@@ -256,10 +286,11 @@ class NamedObjects:
                 return resolve, name
         return _made(name, not self._to_flow, make(obj))
 
-    def _private(self, make: Callable[[Any], Made], obj: Any) -> Any:
+    def _private(self, options: Callable[[Any], Any], obj: Any) -> Any:
         if not travels_by_value(obj):
             return NotImplemented
-        return _made(own_name(obj), not self._to_flow, make(obj))
+        made = _make_named, (type(obj), obj.__module__, *options(obj))
+        return _made(own_name(obj), not self._to_flow, made)
 
     def _singleton(self, kind: type, index: Mapping[int, Name], obj: Any) -> Any:
         name = index.get(id(obj))
@@ -271,6 +302,14 @@ class NamedObjects:
         if is_importable(name[0]):
             return resolve, name
         return _made(name, not self._to_flow, (object.__new__, (kind,)))
+
+    def _named_by_itself(self, obj: Any) -> Any:
+        """Reduce an object of a private class with a `__reduce__`, which may return the name of a global variable."""
+        reduction = obj.__reduce_ex__(5)
+        if not isinstance(reduction, str):
+            return reduction
+        name = obj.__module__, reduction
+        return _made(name, not self._to_flow, (object.__new__, (type(obj),), vars(obj)))
 
     def _name_of(self, obj: Any) -> Name | None:
         """Return the module and the name of an object; `None`: no module has the object under a name."""
@@ -381,7 +420,8 @@ def reduce_function(function: types.FunctionType, keeps: bool) -> Any:
 def _reduce_wrapper(function: types.FunctionType) -> Any:
     if function.__code__ is _DISPATCH_CODE:
         # The registered functions may refer to the dispatching function, so they are its state.
-        return _new_dispatch, (), dict(function.registry), None, None, _set_dispatch  # type: ignore[attr-defined]
+        state = dict(function.registry), _own_attributes(function)  # type: ignore[attr-defined]
+        return _new_dispatch, (), state, None, None, _set_dispatch
     if _made_by(function, "torch"):
         return reduce_compiled(function)
     if _made_by(function, "pydantic"):
@@ -405,10 +445,12 @@ def _new_dispatch() -> Any:
     return functools.singledispatch(lambda *_: None)
 
 
-def _set_dispatch(dispatch: Any, functions: Mapping[type, Callable[..., Any]]) -> None:
+def _set_dispatch(dispatch: Any, state: Any) -> None:
+    functions, attributes = state
     for kind, function in functions.items():
         dispatch.register(kind, function)
     functools.update_wrapper(dispatch, functions[object])
+    vars(dispatch).update(attributes)
 
 
 def _make_validated(function: Callable[..., Any], config: Any, validate_return: bool) -> Any:

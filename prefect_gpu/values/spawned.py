@@ -29,7 +29,7 @@ from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.values.by_value import ByValuePickler, Key, find
 from prefect_gpu.values.importable import travels_by_value
-from prefect_gpu.values.made_anew import own_name
+from prefect_gpu.values.made_anew import CACHED, own_name
 
 #: Functions and classes that were sent or received, as pickles.
 _sent: dict[Key, bytes] = {}
@@ -77,7 +77,7 @@ def _release_in_fork(owner: type) -> None:
 
 
 def _reduce(pickler: ForkingPickler, obj: Any) -> Any:
-    if not isinstance(obj, (type, FunctionType)) or not travels_by_value(obj):
+    if not isinstance(obj, (type, FunctionType, CACHED)) or not travels_by_value(obj):
         return NotImplemented
     key = own_name(obj)
     # A process that is being started gets current global variables, not an older pickle. A running process has them.

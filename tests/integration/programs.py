@@ -26,7 +26,7 @@ LIMIT_S = 480.0
 
 #: How often Prefect repeats a call, after 2, 4, 8 … seconds. Its server opens each transaction as a reader (3.8.8), and
 #: SQLite refuses at once a reader that writes after another has written; the 5 by default are too few on a busy machine.
-MAX_RETRIES = 8
+MAX_RETRIES = 7
 
 #: Names a run in the environment of all its processes.
 MARK = "PREFECT_GPU_TEST_RUN"

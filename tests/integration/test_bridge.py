@@ -50,7 +50,7 @@ from prefect.settings import (
 from prefect.transactions import CommitMode, Transaction, get_transaction, transaction
 from prefect.utilities.engine import emit_task_run_state_change_event
 
-from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu import GPUTaskRunner, gpu, values
 from prefect_gpu.child import prefect_context
 from prefect_gpu.engine import child_context, task_engine, task_run
 from prefect_gpu.engine.flow_run import SharedClient, flow_of, flow_run_goes_on
@@ -175,7 +175,13 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     seen: dict[str, Any] = {}
     lock = threading.Lock()
 
-    @task(tags=["gpu:memory=1GiB", "mine"], log_prints=True)
+    def named() -> str:
+        return f"locked: {lock.locked()}"
+
+    def key(context: Any, parameters: Any) -> str:
+        return f"{uuid4()} {named()}"
+
+    @task(tags=["gpu:memory=1GiB", "mine"], log_prints=True, task_run_name=named, cache_key_fn=key)
     def inside(x: int) -> None:
         raw = serialize_context()
         assert set(raw) >= {
@@ -197,7 +203,7 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     def _hook(*args: Any) -> None:
         lock.acquire()
 
-    @flow
+    @flow(flow_run_name=named)
     def around(held: int) -> None:
         from prefect import tags
 
@@ -215,6 +221,9 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
+    # Locks of functions that never run in a child are not sent.
+    pickled = values.dumps([light, context["flow_run_context"]["flow"]], "argument", "it")
+    assert b"locked" not in bytes(pickled.open().stream)
     assert context["flow_run_context"]["flow"].fn is child_context._runs_elsewhere
     assert context["flow_run_context"]["parameters"] == {"held": 3}
     without, parameters, of_flow = child_context.without_parameters(context)

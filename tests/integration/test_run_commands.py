@@ -13,7 +13,12 @@ from uuid import UUID
 
 import pytest
 from prefect import flow, get_client, task
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.artifacts import create_markdown_artifact
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_LOGGING_TO_API_ENABLED,
+    temporary_settings,
+)
 from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner, gpu, report
@@ -49,6 +54,8 @@ evaluate = task(
 
 @flow(name=f"nightly-{MARK}", task_runner=GPUTaskRunner(devices="simulated:1x16GiB", standby=1))
 def nightly() -> None:
+    # An artifact without a key, as Prefect itself makes for a result that is kept.
+    create_markdown_artifact("a note")
     numbers = plan.submit(train.map(range(4)))  # type: ignore[arg-type]
     evaluate.submit(numbers, size=7).result()  # type: ignore[arg-type]
 
@@ -178,6 +185,9 @@ def test_the_tags_to_write_are_those_of_the_report(run: Run, capsys: Capture) ->
     assert all(f"`{each['write']}`" in shown for each in (evaluated, trained))
     for other in run:
         assert found(capsys, "recommend", other) == [evaluated, trained]
+    # Prefect's API gives 200 runs at most in one answer.
+    many = found(capsys, "recommend", f"nightly-{MARK}", "--last", "401")
+    assert many == [evaluated, trained]
 
 
 def test_recommendations_are_a_table(run: Run, capsys: Capture) -> None:
@@ -290,8 +300,10 @@ def test_all_histories_are_deleted_only_if_a_person_agrees(
         return "n"
 
     monkeypatch.setattr("builtins.input", answer)
-    # Tests beside this one learn from the histories of the server that they share.
-    with running_server(tmp_path) as url, temporary_settings({PREFECT_API_URL: url}):
+    # Tests beside this one learn from the histories of the server that they share. Prefect sends logs later, when this
+    # server is gone, and then tries for minutes.
+    others = {PREFECT_LOGGING_TO_API_ENABLED: False}
+    with running_server(tmp_path) as url, temporary_settings({PREFECT_API_URL: url, **others}):
         one()
         capsys.readouterr()
         assert "name the tasks" in refused(capsys, "history", "reset")

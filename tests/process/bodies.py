@@ -496,3 +496,19 @@ def multiply_until(path: str) -> bool:
 def hold_interpreter(begun: str, end: str) -> int:
     """Hold the interpreter's lock in one call, from when the first file can be opened until the second one can."""
     return ctypes.PyDLL(None).system(f"echo > {begun}; read line < {end}".encode())
+
+
+#: Classes that `Registered` has registered.
+REGISTERED: list[type] = []
+
+
+class Registered:
+    def __init_subclass__(cls) -> None:
+        REGISTERED.append(cls)
+
+
+class KeyedBase:
+    key = ""
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        cls.key = key

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.process import odd_script
 from tests.process.random_scripts import describe, describe_there, make_script, raised_by
 from tests.process.rig import Rig
 
@@ -72,3 +73,25 @@ def test_what_random_scripts_define_is_the_same_there_and_back(
         assert described == describe(here)
         assert type(returned) is type(here)
         assert describe(returned) == described
+
+
+def test_odd_definitions_of_a_script_are_whole_there(rig: Rig, by_value: Load) -> None:
+    script = by_value("fuzzed_odd", Path(odd_script.__file__).read_text(encoding="utf-8"))
+    here = script.look(script.LOOKS)
+    assert rig.call(script.look, script.LOOKS) == here
+    assert rig.call(script.look, [script.look_at_spawned]) == [4]
+    members = [each for kind in script.ENUMS for each in kind]
+    things = [*members, script.SINGLE, script.Outer.Config.Deep]
+    for back, thing in zip(rig.call(script.same, things), things, strict=True):
+        assert back is thing
+
+
+def test_the_hook_of_a_library_is_called_for_a_class_of_a_script(rig: Rig, by_value: Load) -> None:
+    script = by_value(
+        "fuzzed_hooks",
+        "from tests.process import bodies\n"
+        "class Mine(bodies.Registered): pass\n"
+        "class Keyed(bodies.KeyedBase, key='k'): pass\n"
+        "def look(): return [each.__name__ for each in bodies.REGISTERED], Mine.__name__, Keyed.key\n",
+    )
+    assert script.look() == rig.call(script.look) == (["Mine"], "Mine", "k")

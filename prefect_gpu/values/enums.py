@@ -1,0 +1,105 @@
+"""Enums that travel by value: each member has its value, its data and its attributes, whatever made them in the script.
+
+Cloudpickle makes members from their values alone, without the enum's `__new__` and `__init__`, and without aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+#: A type of Python's own code, and the arguments of its `__new__`.
+Data: TypeAlias = tuple[type, tuple[Any, ...]]
+
+#: Attributes that `enum` itself gives to members.
+_OF_ENUM = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
+
+
+class Parts(NamedTuple):
+    """What makes an enum, but for its attributes."""
+
+    bases: tuple[type, ...]
+    name: str
+    qualified_name: str
+    module: str
+    #: Value and data of each member and alias, by name.
+    members: Mapping[str, tuple[Any, Data]]
+    #: See `enum.FlagBoundary`; `None`: that of the base class, or Python 3.10.
+    boundary: Any
+
+
+def reduce(kind: type[Enum], arguments: Any, state: Any) -> Any:
+    """Return the callable that makes an enum, its arguments and its state, from those of cloudpickle.
+
+    The second part of the state are the attributes of members by name of the member.
+    """
+    bases, name, qualified_name, _, module, *_ = arguments
+    members = kind.__members__
+    found, _ = state
+    boundary = getattr(kind, "_boundary_", None)
+    boundary = None if boundary is getattr(bases[-1], "_boundary_", None) else boundary
+    made_of = {each: (member._value_, _data(member)) for each, member in members.items()}
+    held = {
+        each: own
+        for each, member in members.items()
+        if (own := {k: v for k, v in vars(member).items() if k not in _OF_ENUM})
+    }
+    attributes = {k: v for k, v in found.items() if k not in members}
+    parts = Parts(bases, name, qualified_name, module, made_of, boundary)
+    return make, tuple(parts), (attributes, held)
+
+
+def _data(member: Enum) -> Data:
+    """Return how the data of a member, as in `class Level(int, Enum)`, is made."""
+    for base in type(member)._member_type_.__mro__:  # type: ignore[attr-defined]
+        if hasattr(vars(base).get("__new__"), "__self__"):
+            break
+    if hasattr(base, "__getnewargs__"):
+        return base, base.__getnewargs__(member)
+    if base.__reduce__ is not object.__reduce__:
+        return base, base.__reduce__(member)[1]
+    return base, ()
+
+
+class _Member:
+    """A member's value and data, in the place of what the script gives to `__new__` and `__init__`."""
+
+    def __init__(self, value: Any, data: Data) -> None:
+        self.value = value
+        self.base, self.arguments = data
+
+
+def _new(kind: Any, member: Any) -> Any:
+    # Of an enum of tuples, `enum` passes all arguments as one tuple.
+    while isinstance(member, tuple):
+        (member,) = member
+    made = member.base.__new__(kind, *member.arguments)
+    made._value_ = member.value
+    return made
+
+
+def _init(member: Any, *_: Any) -> None:
+    """Do nothing: the attributes that the script's `__init__` sets are sent."""
+
+
+#: Attributes of an enum while it is made, so that nothing of the script runs. Those of the script are set later.
+_MEANWHILE = {"__new__": _new, "__init__": _init, "__reduce_ex__": Enum.__reduce_ex__}
+
+
+def make(*parts: Any) -> type:
+    """Return an enum without the attributes of the enum and its members, from the arguments that `reduce` returns."""
+    bases, name, qualified_name, module, members, boundary = Parts(*parts)
+    metaclass: Any = type(bases[-1])
+    body = metaclass.__prepare__(name, bases)
+    for each, (value, data) in members.items():
+        body[each] = _Member(value, data)
+    for each, function in _MEANWHILE.items():
+        body[each] = function
+    options = {} if boundary is None else {"boundary": boundary}
+    made: type = metaclass.__new__(metaclass, name, bases, body, **options)
+    for each, function in [*vars(made).items()]:
+        if function in _MEANWHILE.values():
+            type.__delattr__(made, each)
+    made.__module__, made.__qualname__ = module, qualified_name
+    return made

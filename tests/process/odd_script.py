@@ -1,0 +1,243 @@
+"""A script with definitions that are easily taken apart wrongly. Each `look` function returns what it finds of them."""
+
+import dataclasses
+import datetime
+import enum
+import functools
+import multiprocessing
+import pickle
+import threading
+import typing
+from concurrent.futures import ProcessPoolExecutor
+
+
+class Color(enum.Enum):
+    RED = ("r", 1)
+    BLUE = ("b", 2)
+    ROT = ("r", 1)  # noqa: PIE796 - an alias
+
+    def __init__(self, letter, number):
+        self.letter, self.number = letter, number
+
+
+Color.RED.added = "later"
+
+
+class Labelled(int, enum.Enum):
+    ONE = (1, "one")
+    FIVE = (5, "five")
+
+    def __new__(cls, number, label):
+        made = int.__new__(cls, number)
+        made._value_ = label
+        made.label = label
+        return made
+
+
+class Text(str, enum.Enum):
+    A = "a"
+    ALSO = "a"  # noqa: PIE796 - an alias
+
+
+class Pair(tuple, enum.Enum):
+    LEFT = (1, 2)
+
+
+class Day(datetime.date, enum.Enum):
+    FIRST = (2026, 1, 2)
+
+
+@dataclasses.dataclass
+class Sized:
+    size: int
+    unit: str = "GiB"
+
+
+class Device(Sized, enum.Enum):
+    SMALL = 8, "GiB"
+
+
+class Access(enum.Flag):
+    NONE = 0
+    READ = 1
+    WRITE = 2
+    BOTH = 3
+
+
+class Mask(enum.IntFlag):
+    NONE = 0
+    LOW = 1
+    HIGH = 8
+
+
+ENUMS = Color, Labelled, Text, Pair, Day, Device, Access, Mask
+
+
+def look_at_members():
+    return [
+        (
+            kind.__name__,
+            [*kind.__members__],
+            [(each.name, each.value) for each in kind.__members__.values()],
+            [kind(each.value) is each for each in kind],
+            [pickle.loads(pickle.dumps(each)) is each for each in kind],
+            [{k: v for k, v in vars(each).items() if not k.startswith("_")} for each in kind],
+        )
+        for kind in ENUMS
+    ]
+
+
+def look_at_data():
+    access = Access.READ | Access.WRITE, Access(3), ~Access.READ, Mask(9)
+    return Labelled.FIVE + 1, Text.A.upper(), (*Pair.LEFT, 3), Day.FIRST.year, access
+
+
+def wrong_value():
+    try:
+        return Color(("x", 0))
+    except ValueError as error:
+        return str(error)
+
+
+PLUGINS = []
+
+
+class Plugin:
+    def __init_subclass__(cls):
+        PLUGINS.append(cls)
+
+
+class First(Plugin):
+    pass
+
+
+class Second(Plugin):
+    pass
+
+
+class Keyed:
+    def __init_subclass__(cls, *, key, **others):
+        super().__init_subclass__(**others)
+        cls.key = key
+
+
+class WithKey(Keyed, key="k"):
+    pass
+
+
+def look_at_registered():
+    class Third(Plugin):
+        pass
+
+    class Other(Keyed, key="other"):
+        pass
+
+    names = [each.__name__ for each in PLUGINS]
+    del PLUGINS[2:]
+    return names, WithKey.key, Other.key
+
+
+class Outer:
+    class Config:
+        class Deep:
+            pass
+
+
+def look_at_nested():
+    deep = Outer.Config.Deep
+    return deep.__qualname__, type(pickle.loads(pickle.dumps(deep()))) is deep
+
+
+@functools.lru_cache
+def cached(x):
+    return x + 1
+
+
+cached.weights = {"a": 1}
+
+
+@functools.singledispatch
+def dispatched(x):
+    return "any"
+
+
+@dispatched.register
+def _(x: int):
+    return "int"
+
+
+dispatched.info = "said"
+
+
+def look_at_wrappers():
+    return cached(1), cached.weights, dispatched(1), dispatched("x"), dispatched.info
+
+
+class Fixed(threading.local):
+    x = 5
+
+
+class Made(threading.local):
+    def __init__(self):
+        self.found = {}
+
+
+fixed, made = Fixed(), Made()
+
+
+def look_at_locals():
+    there = []
+    thread = threading.Thread(target=lambda: there.append((fixed.x, made.found)))
+    thread.start()
+    thread.join()
+    return fixed.x, made.found, there
+
+
+class Single:
+    def __init__(self):
+        self.value = 3
+
+    def __reduce__(self):
+        return "SINGLE"
+
+
+SINGLE = Single()
+
+if hasattr(typing, "TypeVarTuple"):
+    Types = typing.TypeVarTuple("Types")
+if hasattr(typing, "TypeAliasType"):
+    exec("type Batch = list[int]")
+
+
+def look_at_names():
+    held = [SINGLE.value, pickle.loads(pickle.dumps(SINGLE)) is SINGLE]
+    if hasattr(typing, "TypeVarTuple"):
+        held += [Types.__name__, Types.__module__]
+    if hasattr(typing, "TypeAliasType"):
+        held += [Batch.__value__, Batch.__module__]  # noqa: F821 - made by `exec`
+    return held
+
+
+def look_at_spawned():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(cached, 3).result(timeout=120)
+
+
+LOOKS = [
+    look_at_members,
+    look_at_data,
+    wrong_value,
+    look_at_registered,
+    look_at_nested,
+    look_at_wrappers,
+    look_at_locals,
+    look_at_names,
+]
+
+
+def look(functions):
+    return [function() for function in functions]
+
+
+def same(things):
+    return things

@@ -285,7 +285,7 @@ def _with_names(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
     found, slots = state
     if vars(kind).get("__slots__"):
         attributes["__slots__"] = vars(kind)["__slots__"]
-    found = {k: v for k, v in found.items() if not isinstance(v, types.MemberDescriptorType)}
+        found = {k: v for k, v in found.items() if not isinstance(v, types.MemberDescriptorType)}
     return (maker, name, bases, attributes, *others), (found, slots)
 
 

@@ -17,7 +17,7 @@ _OF_ENUM = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
 
 
 class Parts(NamedTuple):
-    """What makes an enum, but for its attributes."""
+    """The parts from which `make` makes an enum. The attributes of the enum and of its members are set afterwards."""
 
     bases: tuple[type, ...]
     name: str
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 def reduce(kind: type[Enum], arguments: Any, state: Any) -> Any:
     """Return the callable that makes an enum, its arguments and its state, from those of cloudpickle.
 
-    The second part of the state are the attributes of members by name of the member.
+    The state is a pair: the attributes of the enum by name, and those of its members by name of the member.
     """
     bases, name, qualified_name, _, module, *_ = arguments
     members = kind.__members__
@@ -98,8 +98,9 @@ def make(*parts: Any) -> type:
         body[each] = function
     options = {} if boundary is None else {"boundary": boundary}
     made: type = metaclass.__new__(metaclass, name, bases, body, **options)
-    for each, function in [*vars(made).items()]:
-        if function in _MEANWHILE.values():
+    # By `is`: a member's data may have an `==` of its own.
+    for each, value in [*vars(made).items()]:
+        if any(value is function for function in _MEANWHILE.values()):
             type.__delattr__(made, each)
     made.__module__, made.__qualname__ = module, qualified_name
     return made

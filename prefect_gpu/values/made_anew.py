@@ -269,8 +269,9 @@ class NamedObjects:
         if package in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
             return _FRAMEWORKS[package]
         if not _is_plain(kind):
-            by_name = isinstance(kind.__reduce__, types.FunctionType) and travels_by_value(kind)
-            return self._named_by_itself if by_name else None
+            own = isinstance(kind.__reduce__, types.FunctionType) and travels_by_value(kind)
+            # pickle itself prefers a function that is registered for the type.
+            return self._named_by_itself if own and kind not in copyreg.dispatch_table else None
         index = {id(value): name for name, value in _held_near(kind)}
         return functools.partial(self._singleton, kind, index) if index else None
 
@@ -308,8 +309,10 @@ class NamedObjects:
         reduction = obj.__reduce_ex__(5)
         if not isinstance(reduction, str):
             return reduction
-        name = obj.__module__, reduction
-        return _made(name, not self._to_flow, (object.__new__, (type(obj),), vars(obj)))
+        # The attributes are no state, which would replace those of an object that is there.
+        attributes = getattr(obj, "__dict__", {})
+        made = _make_plain, (type(obj), attributes)
+        return _made((obj.__module__, reduction), not self._to_flow, made)
 
     def _name_of(self, obj: Any) -> Name | None:
         """Return the module and the name of an object; `None`: no module has the object under a name."""
@@ -401,6 +404,13 @@ def _make(
     return made
 
 
+def _make_plain(kind: type, attributes: Mapping[str, Any]) -> Any:
+    made: Any = object.__new__(kind)
+    if attributes:
+        vars(made).update(attributes)
+    return made
+
+
 # Functions that wrap a function.
 
 #: The code of all functions that `functools.singledispatch` makes.
@@ -441,11 +451,18 @@ def _made_by(function: types.FunctionType, package: str) -> bool:
     return made.partition(".")[0] == package and hasattr(function, "__wrapped__")
 
 
+def _not_set(*_: Any) -> None:
+    """Stands for the function of `object` in a new dispatching function."""
+
+
 def _new_dispatch() -> Any:
-    return functools.singledispatch(lambda *_: None)
+    return functools.singledispatch(_not_set)
 
 
 def _set_dispatch(dispatch: Any, state: Any) -> None:
+    if dispatch.registry[object] is not _not_set:
+        # This process has it: its functions and attributes are not replaced.
+        return
     functions, attributes = state
     for kind, function in functions.items():
         dispatch.register(kind, function)

@@ -203,6 +203,16 @@ class Single:
 
 SINGLE = Single()
 
+
+class Bare:
+    __slots__ = ()
+
+    def __reduce__(self):
+        return "BARE"
+
+
+BARE = Bare()
+
 if hasattr(typing, "TypeVarTuple"):
     Types = typing.TypeVarTuple("Types")
 if hasattr(typing, "TypeAliasType"):
@@ -210,7 +220,7 @@ if hasattr(typing, "TypeAliasType"):
 
 
 def look_at_names():
-    held = [SINGLE.value, pickle.loads(pickle.dumps(SINGLE)) is SINGLE]
+    held = [SINGLE.value, *(pickle.loads(pickle.dumps(each)) is each for each in (SINGLE, BARE))]
     if hasattr(typing, "TypeVarTuple"):
         held += [Types.__name__, Types.__module__]
     if hasattr(typing, "TypeAliasType"):
@@ -241,3 +251,9 @@ def look(functions):
 
 def same(things):
     return things
+
+
+def changed():
+    SINGLE.value, dispatched.info = 4, "changed"
+    dispatched.register(str, lambda x: "text")
+    return SINGLE, dispatched

@@ -81,9 +81,12 @@ def test_odd_definitions_of_a_script_are_whole_there(rig: Rig, by_value: Load) -
     assert rig.call(script.look, script.LOOKS) == here
     assert rig.call(script.look, [script.look_at_spawned]) == [4]
     members = [each for kind in script.ENUMS for each in kind]
-    things = [*members, script.SINGLE, script.Outer.Config.Deep]
+    things = [*members, script.SINGLE, script.BARE, script.Outer.Config.Deep]
     for back, thing in zip(rig.call(script.same, things), things, strict=True):
         assert back is thing
+    single, dispatched = rig.call(script.changed)
+    assert single is script.SINGLE and dispatched is script.dispatched
+    assert (single.value, dispatched.info, dispatched("x")) == (3, "said", "any")
 
 
 def test_the_hook_of_a_library_is_called_for_a_class_of_a_script(rig: Rig, by_value: Load) -> None:

@@ -171,6 +171,11 @@ class ProgressArtifact:
             client.request("PATCH", "/artifacts/{id}", path_params=which, json=content)
         self._said = said
 
+    def publish_last(self, client: SyncPrefectClient) -> None:
+        """Update the artifact if there is one: a flow that has ended soon needs none."""
+        if self.id is not None:
+            self.publish(client)
+
 
 def read_pages(
     client: SyncPrefectClient, what: str, asked: Mapping[str, Any], **options: Any
@@ -325,9 +330,9 @@ class Publisher:
         """
         with self._changed:
             progress = self._progress
-            if not self._closed and progress is not None and progress.id is not None:
+            if not self._closed and progress is not None:
                 # The last progress shows how the flow ended.
-                self._waiting.append(Job(progress.publish, optional=True))
+                self._waiting.append(Job(progress.publish_last, optional=True))
             self._closed = True
             self._changed.notify_all()
             thread = self._thread

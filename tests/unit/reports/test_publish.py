@@ -320,6 +320,9 @@ class ProgressAPI(FakeAPI):
         self.said: list[tuple[float, str]] = []
         self.changed = threading.Condition()
         self.takes_progress = True
+        #: Set: the API answers that it has created the progress artifact.
+        self.answers = threading.Event()
+        self.answers.set()
 
     def create_artifact(self, artifact: Any) -> Any:
         if artifact.type == "progress" and not self.takes_progress:
@@ -327,6 +330,7 @@ class ProgressAPI(FakeAPI):
         super().create_artifact(artifact)
         if artifact.type == "progress":
             self._say(artifact.data, artifact.description)
+            assert self.answers.wait(PATIENCE_S)
         return artifact.model_copy(update={"id": UUID(int=7)})
 
     def request(self, method: str, path: str, *, path_params: Any, json: Any) -> None:
@@ -394,6 +398,22 @@ def test_a_flow_that_is_over_soon_has_no_progress_artifact() -> None:
     it.show_progress(flow.artifact())
     publish_all(it, "evaluate")
     assert api.keys == ["gpu-memory-evaluate"] and api.said == []
+
+
+def test_a_flow_may_end_while_its_progress_artifact_is_created(soon: None) -> None:
+    api, flow = ProgressAPI(), Flow()
+    api.answers.clear()
+    it = publisher(api)
+    it.show_progress(flow.artifact())
+    api.wait_for(1)
+    flow.counts = RunCounts(4, 0, 0, {"Completed": 4}, over=True)
+    closing = threading.Thread(target=it.close, args=[PATIENCE_S])
+    closing.start()
+    with it._changed:
+        assert it._changed.wait_for(lambda: it._closed, PATIENCE_S)
+    api.answers.set()
+    closing.join()
+    assert [share for share, _ in api.said] == [0.0, 100.0]
 
 
 def test_progress_that_the_api_does_not_take_is_left_out_and_no_report_is_lost(

@@ -23,6 +23,8 @@ from tests.gpu.check_libraries import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("nvml", "prefect_server", "device_is_clean"),
+    # Libraries warn, and the filters of this process are in force in the tasks' processes, too.
+    pytest.mark.filterwarnings("default"),
 ]
 
 

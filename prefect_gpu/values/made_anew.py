@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -178,7 +179,6 @@ _NAMED_TYPES: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]]
     "NewType": lambda found: ((found.__name__, found.__supertype__), {}),
     "ParamSpec": lambda found: ((found.__name__,), {}),
     "TypeVarTuple": lambda found: ((found.__name__,), {}),
-    # The value of a `type` statement is computed when it is first read.
     "TypeAliasType": lambda found: (
         (found.__name__, found.__value__),
         {"type_params": found.__type_params__},
@@ -190,6 +190,17 @@ def _make_named(kind: type, module: str, arguments: Any, options: Any) -> Any:
     # These types take an object's module, which cannot always be set, from their caller.
     held = {"__name__": module, "kind": kind, "arguments": arguments, "options": options}
     return eval("kind(*arguments, **options)", held)
+
+
+#: Type of the aliases that `type` statements make (from Python 3.12 on).
+_ALIAS = getattr(typing, "TypeAliasType", None)
+
+
+def _make_alias(module: str, name: str, held: list[Any]) -> Any:
+    # The value of a `type` statement is computed when it is first read: by then, `held` has it.
+    namespace: dict[str, Any] = {"__name__": module, "__held__": held}
+    exec(f"type {name} = __held__[0]", namespace)
+    return namespace[name]
 
 
 #: Names of types whose objects belong to one process, with the reason. (A copy could be made, with new locks.)
@@ -242,6 +253,8 @@ class NamedObjects:
         #: `cached_property` has one lock for all pickles up to Python 3.11, which a fork may inherit locked.
         self._names: dict[int, Name] | None = None
         self._users_names: dict[int, Name] | None = None
+        #: A list with the value of each type alias, by id of the alias.
+        self._alias_values: dict[int, list[Any]] = {}
 
     def reduce(self, obj: Any) -> Any:
         """Return the reduction of an object, no function, class or module; `NotImplemented`: pickle's default."""
@@ -255,6 +268,8 @@ class NamedObjects:
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
         if kind in _ANEW:
             return functools.partial(self._anew, _ANEW[kind])
+        if kind is _ALIAS:
+            return self._alias
         if kind.__module__ in ("typing", "typing_extensions") and kind.__name__ in _NAMED_TYPES:
             return functools.partial(self._private, _NAMED_TYPES[kind.__name__])
         if issubclass(kind, threading.local):
@@ -291,6 +306,19 @@ class NamedObjects:
         if not travels_by_value(obj):
             return NotImplemented
         made = _make_named, (type(obj), obj.__module__, *options(obj))
+        return _made(own_name(obj), not self._to_flow, made)
+
+    def _alias(self, obj: Any) -> Any:
+        """Reduce the alias of a `type` statement, whose value may refer to the alias."""
+        if obj.__type_params__ or not obj.__name__.isidentifier():
+            return self._private(_NAMED_TYPES["TypeAliasType"], obj)
+        if not travels_by_value(obj):
+            return NotImplemented
+        # The list is the same in each reduction of the alias, so the pickle has the value once.
+        held = self._alias_values.setdefault(id(obj), [])
+        if not held:
+            held.append(obj.__value__)
+        made = _make_alias, (obj.__module__, obj.__name__, held)
         return _made(own_name(obj), not self._to_flow, made)
 
     def _singleton(self, kind: type, index: Mapping[int, Name], obj: Any) -> Any:

@@ -217,6 +217,7 @@ if hasattr(typing, "TypeVarTuple"):
     Types = typing.TypeVarTuple("Types")
 if hasattr(typing, "TypeAliasType"):
     exec("type Batch = list[int]")
+    exec("type Json = dict[str, Json] | int")
 
 
 def look_at_names():
@@ -225,6 +226,7 @@ def look_at_names():
         held += [Types.__name__, Types.__module__]
     if hasattr(typing, "TypeAliasType"):
         held += [Batch.__value__, Batch.__module__]  # noqa: F821 - made by `exec`
+        held += [typing.get_args(Json.__value__)[0].__args__[1] is Json]  # noqa: F821
     return held
 
 

@@ -404,11 +404,13 @@ def _make_class(
 
 
 def _new_class(make: Callable[..., type], arguments: Any) -> type:
-    """Make a class. What the script's `__init_subclass__` has done arrives with the script's variables.
+    """Make a class. What the script's metaclass and `__init_subclass__` have done arrives with the script's variables.
 
-    That of a library is called, to register the class in this process, if it needs no more than the class: the keywords
-    after the base classes are not known.
+    Those of a library are called, to register the class in this process, if they need no more than the class: the
+    keywords after the base classes are not known. A metaclass is called in any case.
     """
+    if arguments and arguments[0] in _finished:
+        arguments = functools.partial(_call_metaclass, arguments[0]), *arguments[1:]
     bases = next(each for each in arguments if isinstance(each, tuple))
     around = {c: None for base in types.resolve_bases(bases) for c in base.__mro__}
     with _without_hooks(c for c in around if c in _finished):
@@ -420,6 +422,32 @@ def _new_class(make: Callable[..., type], arguments: Any) -> type:
                 raise
     with _without_hooks(hooks):
         return make(*arguments)
+
+
+def _call_metaclass(metaclass: type, name: str, bases: Any, body: dict[str, Any]) -> type:
+    """Make a class of a script's metaclass as the library's class would that the metaclass is derived from."""
+    library: Any = _of_library(metaclass)
+    made: type = library.__new__(metaclass, name, bases, body)
+    library.__init__(made, name, bases, body)
+    return made
+
+
+def _of_library(metaclass: type) -> type:
+    return next(each for each in metaclass.__mro__ if each not in _finished)
+
+
+class _Unguarded:
+    """A class whose attributes are set past the `__setattr__` of a script's metaclass."""
+
+    def __init__(self, made: type) -> None:
+        vars(self)["made"] = made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        library: Any = _of_library(type(self.made))
+        library.__setattr__(self.made, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
 
 
 def _hook_of(kind: type) -> Any:
@@ -451,6 +479,6 @@ def _set_class(made: type, state: Any) -> None:
         arrived: list[type] | None = getattr(_arriving, "classes", None)
         if arrived is not None:
             arrived.append(made)
-        internals._class_setstate(made, parts)
+        internals._class_setstate(_Unguarded(made), parts)
         for name, attributes in parts[1].items():
             vars(made.__members__[name]).update(attributes)  # type: ignore[attr-defined]

@@ -137,6 +137,33 @@ def look_at_registered():
     return names, WithKey.key, Other.key
 
 
+NAMES = []
+
+
+class Registered(type):
+    def __init__(cls, name, bases, body):
+        super().__init__(name, bases, body)
+        NAMES.append(name)
+
+    def __setattr__(cls, name, value):
+        raise AttributeError("cannot change")
+
+
+class Layer(metaclass=Registered):
+    width = 3
+
+
+class Wide(Layer):
+    pass
+
+
+def look_at_metaclass():
+    class Deep(Wide):
+        pass
+
+    return Wide().width, type(Wide) is Registered, NAMES.pop(), NAMES
+
+
 class Outer:
     class Config:
         class Deep:
@@ -240,6 +267,7 @@ LOOKS = [
     look_at_data,
     wrong_value,
     look_at_registered,
+    look_at_metaclass,
     look_at_nested,
     look_at_wrappers,
     look_at_locals,

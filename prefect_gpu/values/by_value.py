@@ -283,8 +283,11 @@ def _with_names(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
     maker, name, bases, attributes, *others = arguments
     attributes = {**attributes, "__qualname__": kind.__qualname__}
     found, slots = state
-    if vars(kind).get("__slots__"):
-        attributes["__slots__"] = vars(kind)["__slots__"]
+    own = vars(kind)
+    # `typing.NamedTuple` adds the slots.
+    if "__slots__" in own and typing.NamedTuple not in bases:
+        attributes["__slots__"] = own["__slots__"]
+    if own.get("__slots__"):
         found = {k: v for k, v in found.items() if not isinstance(v, types.MemberDescriptorType)}
     return (maker, name, bases, attributes, *others), (found, slots)
 
@@ -409,7 +412,7 @@ def _new_class(make: Callable[..., type], arguments: Any) -> type:
     Those of a library are called, to register the class in this process, if they need no more than the class: the
     keywords after the base classes are not known. A metaclass is called in any case.
     """
-    if arguments and arguments[0] in _finished:
+    if make is internals._make_skeleton_class and arguments[0] in _finished:
         arguments = functools.partial(_call_metaclass, arguments[0]), *arguments[1:]
     bases = next(each for each in arguments if isinstance(each, tuple))
     around = {c: None for base in types.resolve_bases(bases) for c in base.__mro__}

@@ -6,7 +6,7 @@ Cloudpickle makes members from their values alone, without the enum's `__new__` 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import Any, NamedTuple, TypeAlias
 
 #: A type of Python's own code, and the arguments of its `__new__`.
@@ -19,6 +19,7 @@ _OF_ENUM = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
 class Parts(NamedTuple):
     """The parts from which `make` makes an enum. The attributes of the enum and of its members are set afterwards."""
 
+    metaclass: type
     bases: tuple[type, ...]
     name: str
     qualified_name: str
@@ -46,7 +47,7 @@ def reduce(kind: type[Enum], arguments: Any, state: Any) -> Any:
         if (own := {k: v for k, v in vars(member).items() if k not in _OF_ENUM})
     }
     attributes = {k: v for k, v in found.items() if k not in members}
-    parts = Parts(bases, name, qualified_name, module, made_of, boundary)
+    parts = Parts(type(kind), bases, name, qualified_name, module, made_of, boundary)
     return make, tuple(parts), (attributes, held)
 
 
@@ -89,15 +90,14 @@ _MEANWHILE = {"__new__": _new, "__init__": _init, "__reduce_ex__": Enum.__reduce
 
 def make(*parts: Any) -> type:
     """Return an enum without the attributes of the enum and its members, from the arguments that `reduce` returns."""
-    bases, name, qualified_name, module, members, boundary = Parts(*parts)
-    metaclass: Any = type(bases[-1])
-    body = metaclass.__prepare__(name, bases)
+    metaclass, bases, name, qualified_name, module, members, boundary = Parts(*parts)
+    body: Any = EnumMeta.__prepare__(name, bases)
     for each, (value, data) in members.items():
         body[each] = _Member(value, data)
     for each, function in _MEANWHILE.items():
         body[each] = function
     options = {} if boundary is None else {"boundary": boundary}
-    made: type = metaclass.__new__(metaclass, name, bases, body, **options)
+    made: type = EnumMeta.__new__(metaclass, name, bases, body, **options)
     # By `is`: a member's data may have an `==` of its own.
     for each, value in [*vars(made).items()]:
         if any(value is function for function in _MEANWHILE.values()):

@@ -157,6 +157,27 @@ class Wide(Layer):
     pass
 
 
+class Known(enum.EnumMeta):
+    def __contains__(cls, value):
+        return value in cls.__members__
+
+
+class Mode(enum.Enum, metaclass=Known):
+    FAST = 1
+
+
+class Empty:
+    __slots__ = ()
+
+
+class Slotted(Empty):
+    __slots__ = ("x",)
+
+
+def look_at_metaclass_of_enum():
+    return "FAST" in Mode, 1 in Mode, Mode(1) is Mode.FAST, hasattr(Slotted(), "__dict__")
+
+
 def look_at_metaclass():
     class Deep(Wide):
         pass
@@ -268,6 +289,7 @@ LOOKS = [
     wrong_value,
     look_at_registered,
     look_at_metaclass,
+    look_at_metaclass_of_enum,
     look_at_nested,
     look_at_wrappers,
     look_at_locals,

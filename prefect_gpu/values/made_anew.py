@@ -14,6 +14,8 @@ import functools
 import importlib
 import io
 import queue
+import random
+import struct
 import sys
 import threading
 import types
@@ -168,7 +170,19 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
     weakref.WeakKeyDictionary: lambda found: (weakref.WeakKeyDictionary, (dict(found),)),
     weakref.ref: lambda found: (_make_reference, (found(),)),
     io.TextIOWrapper: _file,
+    struct.Struct: lambda found: (struct.Struct, (found.format,)),
+    random.SystemRandom: lambda _: (random.SystemRandom, ()),
 }
+
+#: The same by name of the type, for libraries that may not be there.
+_ANEW_BY_NAME: dict[str, Callable[[Any], Made]] = {
+    "numpy.finfo": lambda found: (type(found), (found.dtype,)),
+    "torch.finfo": lambda found: (type(found), (find_in_namespace("torch", found.dtype),)),
+    "torch.iinfo": lambda found: (type(found), (find_in_namespace("torch", found.dtype),)),
+}
+
+#: Names of types whose objects have names in the type's module, though their own reduction does not say so.
+_HELD_BY_MODULE = ("torch.memory_format", "sys.flags", "sys.float_info", "sys.version_info")
 
 #: Types of libraries' objects that a script may refer to, and compare by `is`.
 _OF_LIBRARIES = (object, contextvars.ContextVar)
@@ -266,8 +280,10 @@ class NamedObjects:
         return NotImplemented if rule is None else rule(obj)
 
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
-        if kind in _ANEW:
-            return functools.partial(self._anew, _ANEW[kind])
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        make = _ANEW.get(kind) or _ANEW_BY_NAME.get(name)
+        if make is not None:
+            return functools.partial(self._anew, make)
         if kind is _ALIAS:
             return self._alias
         if kind.__module__ in ("typing", "typing_extensions") and kind.__name__ in _NAMED_TYPES:
@@ -283,7 +299,7 @@ class NamedObjects:
             return functools.partial(_parser, importlib.import_module("argparse").SUPPRESS)
         if package in _FRAMEWORKS and kind.__name__.endswith(_COMPILED):
             return _FRAMEWORKS[package]
-        if not _is_plain(kind):
+        if not _is_plain(kind) and name not in _HELD_BY_MODULE:
             own = isinstance(kind.__reduce__, types.FunctionType) and travels_by_value(kind)
             # pickle itself prefers a function that is registered for the type.
             return self._named_by_itself if own and kind not in copyreg.dispatch_table else None

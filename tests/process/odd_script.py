@@ -6,9 +6,15 @@ import enum
 import functools
 import multiprocessing
 import pickle
+import random
+import struct
+import sys
 import threading
 import typing
 from concurrent.futures import ProcessPoolExecutor
+
+import numpy
+import torch
 
 
 class Color(enum.Enum):
@@ -278,6 +284,18 @@ def look_at_names():
     return held
 
 
+HEADER = struct.Struct("<IHH")
+ENTROPY = random.SystemRandom()
+VERSION, FLAGS = sys.version_info, sys.flags
+LAYOUT = torch.channels_last
+LIMITS = numpy.finfo("f4"), torch.finfo(torch.float16), torch.iinfo(torch.int8)
+
+
+def look_at_constants():
+    held = [VERSION is sys.version_info, FLAGS is sys.flags, LAYOUT is torch.channels_last]
+    return HEADER.size, ENTROPY.random() < 1, held, [float(limits.max) for limits in LIMITS]
+
+
 def look_at_spawned():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(cached, 3).result(timeout=120)
@@ -294,6 +312,7 @@ LOOKS = [
     look_at_wrappers,
     look_at_locals,
     look_at_names,
+    look_at_constants,
 ]
 
 

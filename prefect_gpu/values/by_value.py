@@ -284,6 +284,9 @@ def _with_names(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
     attributes = {**attributes, "__qualname__": kind.__qualname__}
     found, slots = state
     own = vars(kind)
+    if maker.__name__ == "_TypedDictMeta" and "__orig_bases__" not in own:
+        # Up to Python 3.11, `TypedDict("Name", {...})` has only `dict` as its base, which the metaclass refuses.
+        bases = (find_in_namespace(maker.__module__, "TypedDict"),)
     # `typing.NamedTuple` adds the slots.
     if "__slots__" in own and typing.NamedTuple not in bases:
         attributes["__slots__"] = own["__slots__"]

@@ -284,6 +284,7 @@ def look_at_names():
     return held
 
 
+Options = typing.TypedDict("Options", {"batch-size": int}, total=False)
 HEADER = struct.Struct("<IHH")
 ENTROPY = random.SystemRandom()
 VERSION, FLAGS = sys.version_info, sys.flags
@@ -293,6 +294,7 @@ LIMITS = numpy.finfo("f4"), torch.finfo(torch.float16), torch.iinfo(torch.int8)
 
 def look_at_constants():
     held = [VERSION is sys.version_info, FLAGS is sys.flags, LAYOUT is torch.channels_last]
+    held += [Options.__total__, Options.__annotations__]
     return HEADER.size, ENTROPY.random() < 1, held, [float(limits.max) for limits in LIMITS]
 
 

@@ -172,7 +172,7 @@ class ProgressArtifact:
         self._said = said
 
     def publish_last(self, client: SyncPrefectClient) -> None:
-        """Update the artifact if there is one: a flow that has ended soon needs none."""
+        """Update the artifact if it was created: a short flow has none."""
         if self.id is not None:
             self.publish(client)
 
@@ -331,7 +331,8 @@ class Publisher:
         with self._changed:
             progress = self._progress
             if not self._closed and progress is not None:
-                # The last progress shows how the flow ended.
+                # The last progress shows how the flow ended. The call that creates the artifact may be in progress, so
+                # only the publisher's thread knows whether there is one.
                 self._waiting.append(Job(progress.publish_last, optional=True))
             self._closed = True
             self._changed.notify_all()

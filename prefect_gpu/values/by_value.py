@@ -276,16 +276,18 @@ def _module_attributes(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_names(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
-    """Return a class's pickled parts with its qualified name and its `__slots__`, which cloudpickle leaves out.
+    """Return a class's pickled parts with its qualified name, its `__slots__` and bases that its metaclass accepts.
 
-    Without the name, objects of a nested class cannot be pickled; without the slots they would have a `__dict__`.
+    Cloudpickle leaves out the first two. Without the name, objects of a nested class cannot be pickled; without the
+    slots they would have a `__dict__`.
     """
     maker, name, bases, attributes, *others = arguments
     attributes = {**attributes, "__qualname__": kind.__qualname__}
     found, slots = state
     own = vars(kind)
     if maker.__name__ == "_TypedDictMeta" and "__orig_bases__" not in own:
-        # Up to Python 3.11, `TypedDict("Name", {...})` has only `dict` as its base, which the metaclass refuses.
+        # Up to Python 3.11, the only base of `TypedDict("X", {...})`, and of a class derived from a `TypedDict`, is
+        # `dict`, which the metaclass refuses.
         bases = (find_in_namespace(maker.__module__, "TypedDict"),)
     # `typing.NamedTuple` adds the slots.
     if "__slots__" in own and typing.NamedTuple not in bases:
@@ -412,8 +414,8 @@ def _make_class(
 def _new_class(make: Callable[..., type], arguments: Any) -> type:
     """Make a class. What the script's metaclass and `__init_subclass__` have done arrives with the script's variables.
 
-    Those of a library are called, to register the class in this process, if they need no more than the class: the
-    keywords after the base classes are not known. A metaclass is called in any case.
+    Those of a library are called, to register the class in this process. The keywords after the base classes are not
+    known: an `__init_subclass__` that needs them is left out.
     """
     if make is internals._make_skeleton_class and arguments[0] in _finished:
         arguments = functools.partial(_call_metaclass, arguments[0]), *arguments[1:]
@@ -431,7 +433,7 @@ def _new_class(make: Callable[..., type], arguments: Any) -> type:
 
 
 def _call_metaclass(metaclass: type, name: str, bases: Any, body: dict[str, Any]) -> type:
-    """Make a class of a script's metaclass as the library's class would that the metaclass is derived from."""
+    """Make a class of a script's metaclass with the `__new__` and `__init__` of the library's class below it."""
     library: Any = _of_library(metaclass)
     made: type = library.__new__(metaclass, name, bases, body)
     library.__init__(made, name, bases, body)
@@ -439,11 +441,12 @@ def _call_metaclass(metaclass: type, name: str, bases: Any, body: dict[str, Any]
 
 
 def _of_library(metaclass: type) -> type:
+    """Return the first class in a metaclass's MRO that does not come from the script."""
     return next(each for each in metaclass.__mro__ if each not in _finished)
 
 
 class _Unguarded:
-    """A class whose attributes are set past the `__setattr__` of a script's metaclass."""
+    """Stands for a class in cloudpickle's `_class_setstate`: a script's metaclass may refuse to set attributes."""
 
     def __init__(self, made: type) -> None:
         vars(self)["made"] = made

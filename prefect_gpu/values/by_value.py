@@ -29,7 +29,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
-from prefect_gpu.values import enums, made_anew
+from prefect_gpu.values import c_types, enums, made_anew
 from prefect_gpu.values.importable import find_reference, is_importable, resolve, travels_by_value
 from prefect_gpu.values.stand_ins import keep, namespace
 
@@ -139,6 +139,9 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             # The flow's process finds its own class by cloudpickle's id of the class.
             tracker_id = internals._get_or_create_tracker_id(obj)
             return internals._lookup_class_or_track, (tracker_id, None)
+        of_c = c_types.is_c_type(obj)
+        if of_c and (made := c_types.reduce_type(obj)) is not NotImplemented:
+            return made
         reduction = super().reducer_override(obj)
         if reduction is NotImplemented and (travels_by_value(obj) or self._is_lacking(obj)):
             reduction = internals._dynamic_class_reduce(obj)
@@ -149,13 +152,15 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             make, arguments, state = enums.reduce(obj, arguments, state)
         else:
             arguments, state = _with_names(obj, arguments, state)
+        if of_c:
+            state = c_types.without_layout(state[0]), state[1]
         key = None if self._to_flow else made_anew.own_name(obj)
         # `get_annotations` leaves out annotations of base classes, and does not evaluate text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
         return (
             _make_class, (key, tracker_id, make, *arguments),
-            (hints, state), None, None, _set_class,
+            (c_types.Layout(obj) if of_c else None, hints, state), None, None, _set_class,
         )  # fmt: skip
 
     def _function(self, obj: types.FunctionType) -> Any:
@@ -477,7 +482,7 @@ def _without_hooks(kinds: Iterable[type]) -> Iterator[None]:
 
 
 def _set_class(made: type, state: Any) -> None:
-    hints, parts = state
+    _, hints, parts = state
     if hints:
         variables = namespace(made.__module__, {})
         for name, value in hints.items():

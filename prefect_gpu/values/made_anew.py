@@ -28,6 +28,7 @@ from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace
 from prefect_gpu.frameworks.tensorflow_adapter import reduce_traced
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
+from prefect_gpu.values import c_types
 from prefect_gpu.values.importable import (
     find_reference,
     is_importable,
@@ -176,6 +177,9 @@ _ANEW: dict[type, Callable[[Any], Made]] = {
 
 #: The same by name of the type, for libraries that may not be there.
 _ANEW_BY_NAME: dict[str, Callable[[Any], Made]] = {
+    "ctypes.CDLL": c_types.reduce_library,
+    "ctypes.PyDLL": c_types.reduce_library,
+    "ctypes.CDLL.__init__.<locals>._FuncPtr": c_types.reduce_function,
     "numpy.finfo": lambda found: (type(found), (found.dtype,)),
     "torch.finfo": lambda found: (type(found), (find_in_namespace("torch", found.dtype),)),
     "torch.iinfo": lambda found: (type(found), (find_in_namespace("torch", found.dtype),)),

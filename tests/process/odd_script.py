@@ -1,5 +1,6 @@
 """A script with definitions that are easily taken apart wrongly. Each `look` function returns what it finds of them."""
 
+import ctypes
 import dataclasses
 import datetime
 import enum
@@ -298,6 +299,42 @@ def look_at_constants():
     return HEADER.size, ENTROPY.random() < 1, held, [float(limits.max) for limits in LIMITS]
 
 
+class Node(ctypes.Structure):
+    def after(self):
+        return self.next.contents.value + ORIGIN.x
+
+
+Pointer = ctypes.POINTER(Node)
+Node._fields_ = [("value", ctypes.c_int), ("next", Pointer)]
+
+
+class Header(ctypes.BigEndianStructure):
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = [("kind", ctypes.c_uint8), ("size", ctypes.c_uint32), ("low", ctypes.c_uint8, 4)]
+
+
+class Point(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_int), ("nodes", ctypes.c_int * 2)]
+
+
+ORIGIN = Point(7, (1, 2))
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.llabs.argtypes, LIBC.llabs.restype = [ctypes.c_longlong], ctypes.c_longlong
+ABSOLUTE, LENGTH = LIBC.llabs, LIBC["strlen"]
+LENGTH.argtypes, LENGTH.restype = [ctypes.c_char_p], ctypes.c_size_t
+Compare = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.POINTER(ctypes.c_int)] * 2)
+
+
+def look_at_c_types():
+    node = Node(2, ctypes.pointer(Node(1)))
+    numbers = (ctypes.c_int * 3)(3, 1, 2)
+    LIBC.qsort(numbers, 3, 4, Compare(lambda a, b: a[0] - b[0]))
+    held = [Pointer is ctypes.POINTER(Node), ABSOLUTE is LIBC.llabs, type(ORIGIN) is Point]
+    held += [bytes(Header(1, 2, 3)), list(ORIGIN.nodes), list(numbers), node.after()]
+    return held, ABSOLUTE(-(1 << 40)), LENGTH(b"abc"), LIBC.close(-1), ctypes.get_errno()
+
+
 def look_at_spawned():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(cached, 3).result(timeout=120)
@@ -315,6 +352,7 @@ LOOKS = [
     look_at_locals,
     look_at_names,
     look_at_constants,
+    look_at_c_types,
 ]
 
 

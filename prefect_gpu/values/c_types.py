@@ -1,0 +1,142 @@
+"""Pickle reductions of `ctypes`: its types without a name, the layout of a script's structures, and loaded libraries.
+
+The other process loads a library again, by its name and in the default mode. A pointer and a callback are addresses in
+one process: `ctypes` refuses to pickle them.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+#: Attributes that determine how a structure lies in memory. The last one fixes the layout.
+_LAYOUT = ("_pack_", "_align_", "_layout_", "_anonymous_", "_fields_")
+
+#: Bits of the `_flags_` of a function type, as in CPython's `ctypes.h`.
+_PYTHON_API, _USE_ERRNO = 0x4, 0x8
+
+#: Attributes of a library's function that a program sets.
+_PROTOTYPE = ("argtypes", "restype", "errcheck")
+
+
+def is_c_type(kind: Any) -> bool:
+    """Return whether a class is a type of `ctypes`, or derived from one."""
+    # A process that does not use `ctypes` does not import it here.
+    return any(each.__module__ == "_ctypes" for each in (kind, *type(kind).__mro__))
+
+
+def reduce_type(kind: type) -> Any:
+    """Return the reduction of a type that `ctypes` itself has made; `NotImplemented`: it is another class."""
+    try:
+        function, arguments = _reduce_type(kind)
+        # A class that the program derives from such a type is another one.
+        return (function, arguments) if function(*arguments) is kind else NotImplemented
+    except (AttributeError, TypeError):
+        # An abstract type, or a class of a name.
+        return NotImplemented
+
+
+def _reduce_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    import ctypes
+    from _ctypes import CFuncPtr
+
+    simple, pointer, function = ctypes._SimpleCData, ctypes._Pointer, CFuncPtr
+    if issubclass(kind, type):
+        # No module has a metaclass of `ctypes` under its name.
+        bases = (ctypes.Structure, ctypes.Union, ctypes.Array, simple, pointer, function)
+        return type, (next((each for each in bases if type(each) is kind), None),)
+    if issubclass(kind, ctypes.Array):
+        return operator.mul, (kind._type_, kind._length_)
+    if issubclass(kind, pointer):
+        return _pointer_type, (kind._type_,)
+    if issubclass(kind, function):
+        return _function_type, (kind._flags_, kind._restype_, *kind._argtypes_)
+    # A number in the byte order of other machines.
+    names = "__ctype_le__", "__ctype_be__"
+    native, other = names if sys.byteorder == "little" else names[::-1]
+    of_machine = getattr(kind, native)
+    # A single byte has no order: both are the type itself.
+    return getattr, (None if of_machine is kind else of_machine, other)
+
+
+def _pointer_type(target: Any) -> Any:
+    # pickle would find the function in `_ctypes`, and a later import of `ctypes` drops all pointer types.
+    import ctypes
+
+    return ctypes.POINTER(target)
+
+
+def _function_type(flags: int, result: Any, *arguments: Any) -> Any:
+    import ctypes
+
+    if flags & _PYTHON_API:
+        return ctypes.PYFUNCTYPE(result, *arguments)
+    return ctypes.CFUNCTYPE(result, *arguments, use_errno=bool(flags & _USE_ERRNO))
+
+
+class Layout:
+    """The layout of a script's structure. A pickle has it before the methods, which may use objects of the structure."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __reduce__(self) -> Any:
+        own = vars(self._kind)
+        return _set_layout, (self._kind, {name: own[name] for name in _LAYOUT if name in own})
+
+
+def _set_layout(kind: type, layout: Mapping[str, Any]) -> None:
+    for name, value in layout.items():
+        # A class that is there has its layout.
+        if name not in vars(kind):
+            setattr(kind, name, value)
+
+
+def without_layout(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a script's structure that its layout does not make."""
+    fields = {name for name, value in attributes.items() if type(value).__name__ == "CField"}
+    return {k: v for k, v in attributes.items() if k not in fields and k not in _LAYOUT}
+
+
+def reduce_library(library: Any) -> Any:
+    """Return the reduction of a loaded library, with the prototypes of its functions."""
+    prototypes = {
+        name: _prototype(value)
+        for name, value in vars(library).items()
+        if isinstance(value, library._FuncPtr)
+    }
+    use_errno = bool(library._FuncPtr._flags_ & _USE_ERRNO)
+    made = _load, (type(library), library._name, use_errno)
+    return *made, prototypes, None, None, _set_prototypes
+
+
+def _load(kind: Any, name: str | None, use_errno: bool) -> Any:
+    return kind(name, use_errno=use_errno)
+
+
+def _set_prototypes(library: Any, prototypes: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, prototype in prototypes.items():
+        _set_prototype(getattr(library, name), prototype)
+
+
+def reduce_function(function: Any) -> Any:
+    """Return the reduction of a function of a library."""
+    library, name = (function._objects or {}).get("0"), function.__name__
+    if library is None:
+        raise TypeError("it has no library, only an address in one process")
+    if vars(library).get(name) is function:
+        return getattr, (library, name)
+    state = _prototype(function)
+    return operator.getitem, (library, name), state, None, None, _set_prototype
+
+
+def _prototype(function: Any) -> dict[str, Any]:
+    values = {name: getattr(function, name) for name in _PROTOTYPE}
+    return {name: v for name, v in values.items() if v is not None or name == "restype"}
+
+
+def _set_prototype(function: Any, prototype: Mapping[str, Any]) -> None:
+    for name, value in prototype.items():
+        setattr(function, name, value)

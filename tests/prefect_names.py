@@ -31,6 +31,8 @@ ARGUMENTS: tuple[tuple[Any, str, str], ...] = (
     (SyncTaskRunEngine, "log_finished_message", "self"),
     (SyncTaskRunEngine, "can_retry", "self, exc_or_state"),
     (SyncTaskRunEngine, "set_state", "self, state, force"),
+    (SyncTaskRunEngine, "run_context", "self"),
+    (SyncTaskRunEngine, "call_task_fn", "self, transaction"),
     (TaskWorker, "_subscribe_to_task_scheduling", "self"),
     (ThreadPoolTaskRunner, "__enter__", "self"),
     # Replaced, for the warning of direct calls.
@@ -40,9 +42,7 @@ ARGUMENTS: tuple[tuple[Any, str, str], ...] = (
     (SyncTaskRunEngine, "start", "self, task_run_id, dependencies"),
     (SyncTaskRunEngine, "is_running", "self"),
     (SyncTaskRunEngine, "asset_context", "self"),
-    (SyncTaskRunEngine, "run_context", "self"),
     (SyncTaskRunEngine, "transaction_context", "self"),
-    (SyncTaskRunEngine, "call_task_fn", "self, transaction"),
     (TaskWorker, "__init__", "self, tasks, limit"),
     (TaskWorker, "astart", "self, timeout"),
     (task_worker, "create_status_server", "task_worker"),
@@ -68,13 +68,23 @@ LINES: tuple[tuple[Any, str, str], ...] = (
     (SyncTaskRunEngine, "initialize_run", "except BaseException as exc:"),
     (SyncTaskRunEngine, "initialize_run", "self.handle_crash(exc)"),
     (SyncTaskRunEngine, "initialize_run", "self.log_finished_message()"),
+    (SyncTaskRunEngine, "run_context", "seconds=self.task.timeout_seconds"),
     (SyncTaskRunEngine, "run_context", "except Exception as exc:"),
     (SyncTaskRunEngine, "run_context", "self.handle_exception(exc)"),
     (SyncTaskRunEngine, "handle_exception", "self.handle_retry(exc)"),
     (SyncTaskRunEngine, "handle_exception", "self.set_state(state)"),
     (SyncTaskRunEngine, "handle_retry", "self.retries < self.task.retries"),
     (SyncTaskRunEngine, "handle_retry", "self.can_retry(exc_or_state)"),
-    (SyncTaskRunEngine, "call_task_fn", "call_with_parameters(self.task.fn, parameters)"),
+    (
+        SyncTaskRunEngine,
+        "call_task_fn",
+        """if transaction.is_committed():
+            result = transaction.read()
+        else:
+            result = call_with_parameters(self.task.fn, parameters)
+        self.handle_success(result, transaction=transaction)
+        return result""",
+    ),
     (SyncTaskRunEngine, "start", "self._wait_for_dependencies()"),
     (AsyncTaskRunEngine, "start", "self._wait_for_dependencies()"),
     (

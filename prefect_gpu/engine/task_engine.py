@@ -1,7 +1,7 @@
 """Subclasses of Prefect's task engine, and functions that run a task run to its final state.
 
-`GPUTaskRunEngine` runs a copy of a GPU task, made by `with_body`. `RunnerTaskRunEngine` runs synchronous tasks without
-a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks`.
+`GPUTaskRunEngine` runs a GPU task with another body than the task's function. `RunnerTaskRunEngine` runs synchronous
+tasks without a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -24,6 +24,8 @@ from prefect.context import SyncClientContext
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.states import Cancelled, Crashed, Failed
 from prefect.task_engine import SyncTaskRunEngine
+from prefect.transactions import Transaction
+from prefect.utilities.callables import call_with_parameters
 
 from prefect_gpu.engine.flow_run import SharedClient
 from prefect_gpu.engine.tag_limits import TagLimits
@@ -148,17 +150,39 @@ def is_hopeless(error: object) -> bool:
 
 
 class GPUTaskRunEngine(RunnerTaskRunEngine):
-    """Prefect's engine for one run of a GPU task; the task is a copy from `with_body`."""
+    """Prefect's engine for one run of a GPU task, which calls `body` in place of the task's function, in this thread."""
 
     def __init__(
         self,
         pause: Callable[[float], object],
         limits: TagLimits,
         task: Task[..., Any],
+        body: Callable[..., Any],
         arguments: Mapping[str, Any],
     ) -> None:
         super().__init__(pause, task, arguments)
         self._limits = limits
+        self._body = body
+
+    @contextlib.contextmanager
+    def run_context(self) -> Iterator[Any]:
+        """Enter Prefect's context of one call of the body, without the timeout, which the runner enforces."""
+        # The runner counts from the body's first line, and kills the child process. Hooks get the user's own task.
+        users = self.task
+        self.task = copy.copy(users)
+        self.task.timeout_seconds = None
+        with super().run_context() as context:
+            self.task = users
+            yield context
+
+    def call_task_fn(self, transaction: Transaction) -> Any:
+        """Call the body, or read the result of a cached run, as Prefect's method does with the task's function."""
+        if transaction.is_committed():
+            result = transaction.read()
+        else:
+            result = call_with_parameters(self._body, self.parameters or {})
+        self.handle_success(result, transaction=transaction)
+        return result
 
     def _wait_for_dependencies(self) -> None:
         super()._wait_for_dependencies()  # type: ignore[no-untyped-call]
@@ -191,16 +215,15 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
         return super().set_state(state, force=force)
 
 
-def with_body(
-    task: Task[..., Any], body: Callable[..., Any], submitted_at: CallingLine | None = None
-) -> Task[..., Any]:
-    """Return a copy of a task with `body` as its synchronous function, for Prefect's engine to run in a thread.
+def in_place_of(
+    function: Callable[..., Any], body: Callable[..., Any], submitted_at: CallingLine | None = None
+) -> Callable[..., Any]:
+    """Return `body` with the signature of a task's function and with tracebacks for the user.
 
     The traceback of this package's errors has one line of the user's code: `submitted_at`, which submitted the task.
     """
-    shadow = copy.copy(task)
 
-    @functools.wraps(task.fn)
+    @functools.wraps(function)
     def call_body(*args: Any, **kwargs: Any) -> Any:
         try:
             return body(*args, **kwargs)
@@ -216,12 +239,7 @@ def with_body(
             # `told` refers to this frame.
             del told
 
-    shadow.fn = call_body
-    shadow.isasync = False
-    shadow.isgenerator = False
-    # The runner enforces the timeout: it counts from the body's first line, and kills the child process.
-    shadow.timeout_seconds = None
-    return shadow
+    return call_body
 
 
 def run_task(engine: RunnerTaskRunEngine, arguments: Mapping[str, Any]) -> State[Any]:
@@ -246,13 +264,14 @@ def run_engine(
     client: SharedClient,
     limits: TagLimits,
     task: Task[..., Any],
+    body: Callable[..., Any],
     arguments: Mapping[str, Any],
     pause: Callable[[float], object],
 ) -> State[Any]:
     """Run a GPU task to its end, in this thread and its context; return the final state, also after a crash."""
     if SyncClientContext.get() is None:
         SyncClientContext.__var__.set(client.open())
-    engine = GPUTaskRunEngine(pause, limits, task, arguments)
+    engine = GPUTaskRunEngine(pause, limits, task, body, arguments)
     try:
         return run_task(engine, arguments)
     except BaseException as error:  # noqa: BLE001 - the thread's last frame

@@ -22,7 +22,7 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.broker import Broker
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, run_engine, with_body
+from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, in_place_of, run_engine
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import PlacementError
@@ -310,8 +310,9 @@ class GPUTask:
         if isinstance(announced, ClusterAnnouncement):
             self._standby = announced.standby
         try:
-            task = with_body(self._task, self._body, self._submitted_at)
-            return run_engine(client, self._runner.limits, task, arguments, self._runner.pause)
+            body = in_place_of(self._task.fn, self._body, self._submitted_at)
+            limits, pause = self._runner.limits, self._runner.pause
+            return run_engine(client, limits, self._task, body, arguments, pause)
         finally:
             self._place.leave()
             if announced is not None:

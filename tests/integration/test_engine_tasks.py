@@ -191,8 +191,8 @@ class Observed:
     found: dict[str, Any]
     #: The result that the final state holds.
     persisted: Any
-    #: The name and state of the task run as each hook saw them.
-    hooks: list[tuple[str, str]]
+    #: The name and state of the task run as each hook saw them, and whether it got the task itself.
+    hooks: list[tuple[str, str, bool]]
 
 
 @pytest.fixture(scope="module")
@@ -223,17 +223,17 @@ def observed(prefect_server: str) -> Observed:
             "event": event is not None and str(event.id),
         }
 
-    hooks: list[tuple[str, str]] = []
+    hooks: list[tuple[str, str, bool]] = []
     lock = threading.Lock()
 
     @look.on_completion
     def _completed(task: Any, run: Any, state: Any) -> None:
         with lock:
-            hooks.append((run.name, state.name))
+            hooks.append((run.name, state.name, task is look))
 
     @look.on_running
     async def _running(task: Any, run: Any, state: Any) -> None:
-        hooks.append((run.name, state.name))
+        hooks.append((run.name, state.name, task is look))
 
     kept: dict[str, Any] = {}
 
@@ -263,7 +263,7 @@ def test_a_task_run_is_named_by_its_parameters(observed: Observed) -> None:
 
 
 def test_hooks_of_a_task_are_called_in_the_parent(observed: Observed) -> None:
-    assert observed.hooks == [("eval-a-3", "Running"), ("eval-a-3", "Completed")]
+    assert observed.hooks == [("eval-a-3", "Running", True), ("eval-a-3", "Completed", True)]
 
 
 def test_a_task_run_has_the_tags_of_its_task_and_of_the_contexts_around_it(

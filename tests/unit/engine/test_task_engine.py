@@ -31,7 +31,7 @@ def new_engine(of: Task[..., Any], pause: Any = None) -> GPUTaskRunEngine:
     """Return an engine whose body has begun."""
     nothing: Any = None
     run = TaskRun(id=uuid4(), task_key=of.task_key, dynamic_key="0", state=Running(), run_count=1)
-    return GPUTaskRunEngine(pause, nothing, of, {"task_run": run})
+    return GPUTaskRunEngine(pause, nothing, of, of.fn, {"task_run": run})
 
 
 def asked_of(answer: bool) -> tuple[Task[..., Any], list[Any]]:

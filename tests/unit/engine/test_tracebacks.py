@@ -8,7 +8,7 @@ import weakref
 import pytest
 from prefect import task
 
-from prefect_gpu.engine.task_engine import with_body
+from prefect_gpu.engine.task_engine import in_place_of
 from prefect_gpu.engine.tracebacks import (
     CallingLine,
     ChildTraceback,
@@ -33,9 +33,9 @@ def frames(error: Exception, submitted_at: CallingLine | None = None) -> list[st
     def body() -> None:
         deeper()
 
-    shadow = with_body(users, body, submitted_at)
+    called = in_place_of(users.fn, body, submitted_at)
     with pytest.raises(type(error)) as caught:
-        shadow.fn()
+        called()
     return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
 
 
@@ -68,9 +68,9 @@ def test_the_line_that_submitted_a_task_is_shown_as_it_is_written_and_keeps_no_v
 
     line, large = submits()
     assert line is not None and large() is None
-    shadow = with_body(users, raises, line)
+    called = in_place_of(users.fn, raises, line)
     with pytest.raises(PlacementError) as caught:
-        shadow.fn()
+        called()
     shown = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert (shown.filename, shown.name) == (__file__, "submits")
     assert shown.line == "return calling_line(), weakref.ref(large)"

@@ -398,18 +398,17 @@ def gpu(
         raise PolicyError(f"gpu({name}=...)", problem, ", ".join(known))
     if caching is True or caching is False:
         caching = "on" if caching else "off"
-    if isinstance(wait, (int, float)):
+    if isinstance(wait, (int, float)) and not isinstance(wait, bool):
         wait = f"{format_number(wait)}s"
-    if device is not None and not isinstance(device, (str, int)):
-        device = ",".join(map(str, device))
-    if node is not None and not isinstance(node, str):
-        node = ",".join(node)
+    if alloc is not None and not isinstance(alloc, Mapping):
+        problem, accepted = "it is no mapping", 'options by name, as in {"max_split_size_mb": 128}'
+        raise PolicyError(f"gpu(alloc={alloc!r})", problem, accepted)
     tags = ["gpu"]
     for key, value in {
         "memory": memory,
         "count": count,
-        "device": device,
-        "node": node,
+        "device": None if device is None else ",".join(_several("device", device)),
+        "node": None if node is None else ",".join(_several("node", node)),
         "allocation": allocation,
         "caching": caching,
         "oom": oom,
@@ -421,8 +420,7 @@ def gpu(
         if value is not None:
             tags.append(f"gpu:{key}={value}")
     for key, several in {"framework": framework, "learn_by": learn_by}.items():
-        names = (several,) if isinstance(several, str) else several or ()
-        tags += [f"gpu:{key}={name}" for name in names]
+        tags += [f"gpu:{key}={name}" for name in _several(key, several or ())]
     for key, option in (alloc or {}).items():
         text = format_number(option) if isinstance(option, float) else str(option)
         tags.append(f"gpu:alloc.{key}={text}")
@@ -433,6 +431,16 @@ def gpu(
             tags.append(f"gpu:{key}={flag}")
     parse_tags(tags)
     return tags
+
+
+def _several(name: str, given: object) -> list[str]:
+    """Return the values of an argument of `gpu` that takes one or several, as text."""
+    if isinstance(given, (str, int)) and not isinstance(given, bool):
+        return [str(given)]
+    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+        problem = "it is neither one value nor a list"
+        raise PolicyError(f"gpu({name}={given!r})", problem, _find("", name).accepted)
+    return [str(each) for each in given]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,20 @@ def _read_headroom(text: object) -> int | None:
         raise ValueError(f"{error}; accepted: {SIZES_ACCEPTED}, or 0") from error
 
 
+def _read_folder(given: object) -> object:
+    # An empty text means `None`, not the working folder.
+    if isinstance(given, str):
+        return Path(given).expanduser() if given.strip() else None
+    return given
+
+
+def _read_ledger(given: object) -> object:
+    folder = _read_folder(given)
+    if isinstance(folder, Path) and not folder.is_absolute():
+        raise ValueError("it is no absolute path: flows of other folders would have another ledger")
+    return folder
+
+
 Standby = Annotated[
     Literal["auto"] | NonNegativeInt,
     _word("neither 'auto' nor a number of processes (0: none are started ahead)"),
@@ -103,7 +117,7 @@ class GPUSettings(PrefectBaseSettings):
         description="How the process of a task starts: spawn, as a fresh interpreter, or forkserver, as "
         "a fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
     )
-    ledger: Path | None = Field(
+    ledger: Annotated[Path | None, BeforeValidator(_read_ledger)] = Field(
         default=None,
         description="Folder of the ledger in which all flows of the machine see what the others have reserved, on "
         "a local disk: one that is mounted into several containers, or that a group may write to. None: a "
@@ -123,8 +137,7 @@ class GPUSettings(PrefectBaseSettings):
         description="Publish how many GPU task runs of a flow run have ended, as a progress artifact, every few "
         "seconds while it runs. It needs the reports.",
     )
-    # An empty text means `None`, not the working folder.
-    memory_snapshots: Annotated[Path | None, BeforeValidator(lambda given: given or None)] = Field(
+    memory_snapshots: Annotated[Path | None, BeforeValidator(_read_folder)] = Field(
         default=None,
         description="Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, and "
         "writes a file if it runs out of memory. None: nothing is recorded.",
@@ -170,6 +183,6 @@ def read_settings(**given: Any) -> GPUSettings:
             if name in given:
                 said = f"GPUTaskRunner({name}={given[name]!r}): {said}"
             elif name:
-                said = f"PREFECT_INTEGRATIONS_GPU_{name.upper()}: {said}"
+                said = f"PREFECT_INTEGRATIONS_GPU_{name.upper()}={each['input']!r}: {said}"
             problems.append(said)
         raise SettingError("; ".join(problems)) from None

@@ -24,7 +24,7 @@ from prefect.task_engine import run_task_async
 from prefect.task_worker import TaskWorker, create_status_server
 from prefect.utilities.engine import capture_sigterm
 
-from prefect_gpu.errors import SettingError
+from prefect_gpu.errors import PolicyError, SettingError
 from prefect_gpu.policy import parse_tags
 from prefect_gpu.task_runner import GPUTaskRunner
 
@@ -202,7 +202,11 @@ def _check(tasks: tuple[Any, ...], runner: Any) -> None:
     for each in tasks:
         if not isinstance(each, Task):
             raise SettingError(f"serve() was given {each!r}; accepted: tasks, made with @task")
-        parse_tags(each.tags, ())
+        try:
+            parse_tags(each.tags, ())
+        except PolicyError as error:
+            given = f"serve(), task {each.name!r}: {error.given}"
+            raise PolicyError(given, error.problem, error.accepted) from None
     if not isinstance(runner, GPUTaskRunner):
         problem = "is no task runner of prefect_gpu; accepted: GPUTaskRunner(...)"
         raise SettingError(f"runner={runner!r} {problem}")

@@ -174,7 +174,8 @@ def _devices(*, devices: str = "", address: str = "", as_json: AsJson = False) -
     """List the devices as the runner sees them.
 
     Args:
-        address: Address of a Ray cluster, to list the devices of its nodes: auto, host:port, ray://host:10001.
+        address: Address of a Ray cluster, to list the devices of its nodes: auto, host:port, ray://host:10001
+            (default: PREFECT_INTEGRATIONS_GPU_ADDRESS, else this machine).
         devices: Devices to list: auto, nvml, host, simulated:2x24GiB, or indices and UUID prefixes separated by commas
             (default: PREFECT_INTEGRATIONS_GPU_DEVICES, else auto).
         as_json: Print JSON, sizes in bytes.
@@ -187,7 +188,7 @@ def _devices(*, devices: str = "", address: str = "", as_json: AsJson = False) -
     from prefect_gpu.devices.spec import open_reader, parse_spec
 
     given = parse_spec(devices or _settings().devices)
-    if address:
+    if address := address or _settings().address or "":
         return _list_nodes(address, given, as_json)
     named = given.simulated is not None and given.simulated.name
     reader = open_reader(given, os.environ, shared=_settings().ledger if named else None)

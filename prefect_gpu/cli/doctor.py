@@ -29,7 +29,7 @@ from prefect.settings import get_current_settings
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import StoreError
 from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
-from prefect_gpu.errors import DeviceError
+from prefect_gpu.errors import DeviceError, SettingError
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
@@ -123,7 +123,7 @@ def examine() -> Iterator[Finding]:
     with ThreadPoolExecutor(len(PROGRAMS), "prefect-gpu-doctor") as pool:
         builds = {name: pool.submit(look_at, name) for name in installed}
         yield from check_server()
-        yield check_ledger()
+        yield from check_ledger()
         yield from check_limits()
         for name, build in builds.items():
             yield judge_framework(name, build.result(), gpus)
@@ -237,14 +237,17 @@ def check_server() -> Iterator[Finding]:
     yield Finding("server", "ok", f"{url} answers in {milliseconds:.0f} ms, version {version}")
 
 
-def check_ledger() -> Finding:
-    """Return the finding about the ledger, in which flows of this machine see each other's reservations."""
+def check_ledger() -> Iterator[Finding]:
+    """Yield the findings about the settings, and about the ledger, in which flows see each other's reservations."""
     try:
         HostStore(read_settings().ledger).close()
+    except SettingError as error:
+        yield Finding("settings", "problem", str(error), "docs/settings.md has the accepted values")
     except StoreError as error:
         fix = "PREFECT_INTEGRATIONS_GPU_LEDGER names a folder of a local disk that you may write to"
-        return Finding("ledger", "problem", str(error), fix)
-    return Finding("ledger", "ok", "flows of this machine see each other's reservations")
+        yield Finding("ledger", "problem", str(error), fix)
+    else:
+        yield Finding("ledger", "ok", "flows of this machine see each other's reservations")
 
 
 def check_limits() -> Iterator[Finding]:

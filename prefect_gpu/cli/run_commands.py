@@ -145,7 +145,7 @@ def list_histories(
 
     Args:
         flow: List only tasks of this flow: name of the flow, or id or name of one of its runs.
-        last: Number of the flow's last runs to search for tasks (default: 5).
+        last: Number of the last runs to search for tasks of a flow without histories of its name (default: 5).
         as_json: Print JSON, sizes in bytes and times in seconds.
 
     Examples:
@@ -156,12 +156,15 @@ def list_histories(
     from prefect_gpu.reports.history import read_histories
     from prefect_gpu.reports.published import open_api, read_task_reports
 
-    tasks = None
-    if flow is not None:
-        reports = read_task_reports(flow, last)
-        tasks = {(r.flow_name, r.task_name, r.qualified_name) for r in reports}
     with open_api() as client:
-        found = read_histories(client, tasks)
+        found = read_histories(client, lambda key: flow in (None, key.flow_name))
+        if flow is not None and not found:
+            # It may name a flow run.
+            reports = read_task_reports(flow, last)
+            ran = {(r.flow_name, r.task_name, r.qualified_name) for r in reports}
+            found = read_histories(
+                client, lambda key: (key.flow_name, key.task_name, key.qualified_name) in ran
+            )
     if as_json:
         return json.dumps([_history_json(each) for each in found], indent=2)
     if not found:
@@ -200,7 +203,7 @@ def reset_histories(
     if bool(tasks) == every:
         raise ReportError("name the tasks whose histories are to be deleted, or give --all")
     with open_api() as client:
-        found = [each for each in read_histories(client) if flow in (None, each.key.flow_name)]
+        found = read_histories(client, lambda key: flow in (None, key.flow_name))
         if flow is not None and not found:
             hint = "`prefect-gpu history list` shows the flows. Nothing was deleted"
             raise ReportError(f"nothing is learned in flow {flow!r}; {hint}")

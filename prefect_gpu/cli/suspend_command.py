@@ -79,7 +79,8 @@ def _ask(run: str, away: bool, share: bool = False) -> int:
     if not found:
         names = sorted({e.request.task_run_name for e in ledger.running().values()})
         running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
-        raise SettingError(f"no GPU task on this machine is of the run {run!r}; {running}")
+        accepted = "accepted: the name of a task run, the id of a task run or of a flow run"
+        raise SettingError(f"{run!r} names no GPU task of this machine; {running}; {accepted}")
     for request_id in found:
         ledger.rewrite(request_id, partial(hold_back, away=away, shared=share))
     done = [_follow(ledger, i, e.request.task_run_name, away) for i, e in found.items()]

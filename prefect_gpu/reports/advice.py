@@ -335,6 +335,9 @@ def tags_table(tags: Sequence[TaskTags]) -> str:
         if each.write and not each.fits
     ]
     if not rows:
+        unknown = [_named(each) for each in tags if not each.write and not each.fits]
+        if unknown:
+            return f"No tag to change is known: no process of {', '.join(unknown)} showed what it needs."
         return "Nothing to change: every tag fits what its task took."
     text = table(("task", "budget now", "write", "because"), rows)
     if any(each.learn_by for each in tags):

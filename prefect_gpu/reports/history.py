@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -214,12 +214,9 @@ class KeptHistory:
 
 
 def read_histories(
-    client: SyncPrefectClient, tasks: Container[tuple[str | None, str, str]] | None = None
+    client: SyncPrefectClient, wanted: Callable[[HistoryKey], bool] = lambda key: True
 ) -> list[KeptHistory]:
-    """Return the readable histories in the API, ordered by task name. Errors of the client are raised.
-
-    `tasks` selects histories by the names of flow, task and function; `None`: all histories.
-    """
+    """Return the readable histories in the API with a wanted key, ordered by task name. Errors of the client are raised."""
     found: list[KeptHistory] = []
     asked = {"artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}}}
     for artifact in read_pages(client, "artifacts/latest", asked, timeout=READ_TIMEOUT_S):
@@ -232,7 +229,7 @@ def read_histories(
             key = HistoryKey.from_texts(texts)
         except ValueError:
             continue
-        if tasks is None or (key.flow_name, key.task_name, key.qualified_name) in tasks:
+        if wanted(key):
             runs = _read_runs(artifact["key"], client)
             if runs:
                 found.append(KeptHistory(artifact["key"], key, tuple(runs)))

@@ -44,6 +44,12 @@ from prefect_gpu.units import format_seconds
 #: Most characters of a flow run's parameters on a page.
 _PARAMETERS_LIMIT = 500
 
+#: Why there are no reports, for a person who expected some.
+_NO_PROCESS = (
+    "no process of a GPU task has ended there. A cached task, a direct call and a task without a gpu tag have none, nor "
+    "has a flow without GPUTaskRunner; or reports=False"
+)
+
 #: Charts in markdown: some ten thousand characters each, which a terminal cannot show.
 _IMAGE = re.compile(r"!\[[^\n]*\]\(data:[^)]*\)\n*")
 
@@ -214,10 +220,8 @@ def report(flow_run: UUID | str) -> FlowRunReport:
     whole = [each for each in artifacts if (each["key"] or "").startswith(FLOW_PREFIX)]
     processes = [each for each in artifacts if (each["key"] or "").startswith(TASK_PREFIX)]
     if not whole and not processes:
-        raise ReportError(
-            f"flow run {run.name} ({run.id}) has no reports: none of its tasks had a gpu tag, or "
-            "reports=False"
-        )
+        state = f", and it is {run.state_name}" if run.state and not run.state.is_final() else ""
+        raise ReportError(f"flow run {run.name} ({run.id}) has no reports: {_NO_PROCESS}{state}")
     last = whole[-1] if whole else {}
     return FlowRunReport(
         run.name,
@@ -281,10 +285,9 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
             # The flow ran under an older version.
             unreadable = error
     if not reports:
-        names = ", ".join(run.name for run in runs)
-        raise unreadable or ReportError(
-            f"{flow} has no reports of GPU tasks (looked at {names}): none had a gpu tag, or reports=False"
-        )
+        names = ", ".join(f"{run.name} ({str(run.id)[:8]})" for run in runs)
+        looked = f"looked at {names}; --last N looks at more runs of a flow"
+        raise unreadable or ReportError(f"no reports of {str(flow)!r}: {_NO_PROCESS} ({looked})")
     return tuple(sorted(reports, key=lambda each: each.placed_at))
 
 

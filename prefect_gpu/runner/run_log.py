@@ -17,7 +17,7 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.engine.task_engine import LONGEST_LINE, CancelledByRunner
 from prefect_gpu.engine.tracebacks import ChildTraceback, attach_traceback
-from prefect_gpu.errors import ChildDiedError, ChildTimeoutError, PrefectGPUError
+from prefect_gpu.errors import ChildDiedError, ChildTimeoutError, PrefectGPUError, ResultError
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.reports.advice import NO_TAG_HELPS, TaskTags, task_tags
@@ -114,9 +114,9 @@ def conclude(
     """Return the error and the verdict of a process that returned no value."""
     match outcome:
         case process_run.Failed(error, traceback):
-            verdict = Verdict("failed", _last_line(traceback))
+            verdict = Verdict("failed", _what(error, traceback))
         case process_run.OutOfMemory(error, traceback):
-            verdict = Verdict("oom", _last_line(traceback))
+            verdict = Verdict("oom", _what(error, traceback))
         case ChildRefused(error):
             return error, Verdict("failed", first_line(error))
         case process_run.Quit(raised, traceback):
@@ -149,7 +149,13 @@ def conclude(
             assert_never(outcome)
     if traceback:
         attach_traceback(error, traceback)
-    return error, verdict if verdict.error else Verdict(verdict.outcome, first_line(error))
+    return error, verdict
+
+
+def _what(error: BaseException, traceback: str | None) -> str:
+    """Return the first line of a body's error, or of the error that `error` replaces since it could not be sent."""
+    replaced = _last_line(traceback) if isinstance(error, ResultError) else ""
+    return replaced or first_line(error)
 
 
 def _last_line(traceback: str | None) -> str:

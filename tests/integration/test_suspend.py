@@ -205,7 +205,7 @@ def test_what_cannot_be_suspended_goes_on_and_says_why(tmp_path: Path) -> None:
         api.until(lambda: int(run.read("turns") or 0) > int(turns), "another turn")
         code, said = command("suspend", "nothing-of-this-name")
         assert code == 2
-        assert "no GPU task on this machine is of the run 'nothing-of-this-name'" in said
+        assert "'nothing-of-this-name' names no GPU task of this machine" in said
         assert run.name in said
     finally:
         state = run.end()

@@ -57,6 +57,8 @@ def test_settings_have_defaults() -> None:
         ("LIVE_VIEW", "off", False),
         ("PROGRESS", "0", False),
         ("LEDGER", "/mnt/ledger", Path("/mnt/ledger")),
+        ("LEDGER", "", None),
+        ("LEDGER", "~/ledger", Path.home() / "ledger"),
         ("MEMORY_SNAPSHOTS", "snapshots", Path("snapshots")),
         ("MEMORY_SNAPSHOTS", "", None),
         *(("STANDBY", text, value) for text, value in (("auto", "auto"), (" Auto", "auto"), ("0", 0), ("12", 12))),
@@ -93,6 +95,7 @@ def test_gpus_are_reserved_on_a_cluster_alone() -> None:
         pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "two", "valid integer", id="a word for a number"),
+        pytest.param("LEDGER", "ledger", "no absolute path", id="a folder of the working folder"),
         pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
     ],
 )  # fmt: skip
@@ -113,7 +116,7 @@ def test_settings_can_be_pickled_with_a_flow() -> None:
         ({"placement": "random"}, r"GPUTaskRunner\(placement='random'\): it should be "),
         ({"standby": "hot"}, r"GPUTaskRunner\(standby='hot'\): 'hot' is neither 'auto' nor a number of processes"),
         ({"address": "auto", "start_method": "forkserver"}, "start_method='forkserver' is for one machine; leave "),
-        ({"max_processes": None}, f"{PREFIX}MAX_PROCESSES: it should be greater"),
+        ({"max_processes": None}, f"{PREFIX}MAX_PROCESSES='0': it should be greater"),
     ],
     ids=["an argument", "another", "two arguments", "a setting"],
 )  # fmt: skip

@@ -67,7 +67,7 @@ def test_tags_of_a_run(
         pytest.param([], RUNNER, "has no task; accepted: at least one task", id="no task"),
         pytest.param([one, one.fn], RUNNER, r"was given <function one at .*accepted: tasks", id="a function"),
         pytest.param([one], "simulated:1x8GiB", r"runner='simulated:1x8GiB' .*accepted: GPUTaskRunner", id="no runner"),
-        pytest.param([one.with_options(tags=["gpu:memory=6"])], RUNNER, "gpu:memory=6", id="a wrong tag"),
+        pytest.param([one.with_options(tags=["gpu:memory=6"])], RUNNER, r"serve\(\), task 'one': gpu:memory=6", id="a wrong tag"),
     ],
 )  # fmt: skip
 def test_serve_refuses(tasks: list[Any], runner: Any, says: str) -> None:

@@ -131,7 +131,7 @@ def test_devices_names_a_setting_that_cannot_be_read(capsys: Capture, monkeypatc
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(
-        "prefect-gpu: PREFECT_INTEGRATIONS_GPU_STANDBY: 'many' is neither 'auto' nor a number"
+        "prefect-gpu: PREFECT_INTEGRATIONS_GPU_STANDBY='many': 'many' is neither 'auto' nor a number"
     )
 
 

@@ -151,10 +151,13 @@ def test_a_server_that_answers_one_that_does_not_and_none(prefect_server: str) -
 
 
 def test_a_ledger_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: Patch) -> None:
-    assert doctor.check_ledger().level == "ok"
+    assert [each.level for each in doctor.check_ledger()] == ["ok"]
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path / "missing"))
-    found = doctor.check_ledger()
+    (found,) = doctor.check_ledger()
     assert found.level == "problem" and "PREFECT_INTEGRATIONS_GPU_LEDGER" in found.fix
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_PLACEMENT", "best")
+    (found,) = doctor.check_ledger()
+    assert found.level == "problem" and "PREFECT_INTEGRATIONS_GPU_PLACEMENT='best'" in found.text
 
 
 def test_the_exit_code_says_whether_there_is_a_problem(monkeypatch: Patch, capsys: Capture) -> None:

@@ -175,14 +175,20 @@ FITS: dict[str, tuple[dict[str, Any], bool]] = {
         False,
     ),
     "a first run": ({"budget_bytes": int(5.9 * GIB), "budget_source": "probe"}, False),
-    "nothing is known": ({"outcome": "died"}, True),
-    "a shortage that a tag does not help against": ({"outcome": "oom", "cause": "foreign"}, True),
 }
 
 
 @pytest.mark.parametrize(("changes", "fits"), FITS.values(), ids=FITS)
 def test_a_tag_that_fits_is_left_as_it_is(changes: dict[str, Any], fits: bool) -> None:
     assert ("Nothing to change" in tags_table(task_tags([run(4, **changes)]))) is fits
+
+
+@pytest.mark.parametrize("changes", [{"outcome": "died"}, {"outcome": "oom", "cause": "foreign"}])
+def test_a_task_of_which_nothing_is_known_is_named(changes: dict[str, Any]) -> None:
+    unknown = run(4, task_name="lost", **changes)
+    said = "No tag to change is known: no process of lost showed what it needs."
+    assert tags_table(task_tags([unknown])) == said
+    assert "lost" not in tags_table(task_tags([run(4), unknown])), "there is a table of tags"
 
 
 def test_a_probe_counts_only_if_its_history_has_no_other_completed_run() -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from numbers import Integral
 from typing import Any, Literal, NoReturn
 
 from prefect_gpu.errors import PolicyError
@@ -420,7 +421,8 @@ def gpu(
         if value is not None:
             tags.append(f"gpu:{key}={value}")
     for key, several in {"framework": framework, "learn_by": learn_by}.items():
-        tags += [f"gpu:{key}={name}" for name in _several(key, several or ())]
+        names = () if several is None else _several(key, several)
+        tags += [f"gpu:{key}={name}" for name in names]
     for key, option in (alloc or {}).items():
         text = format_number(option) if isinstance(option, float) else str(option)
         tags.append(f"gpu:alloc.{key}={text}")
@@ -435,9 +437,9 @@ def gpu(
 
 def _several(name: str, given: object) -> list[str]:
     """Return the values of an argument of `gpu` that takes one or several, as text."""
-    if isinstance(given, (str, int)) and not isinstance(given, bool):
+    if isinstance(given, (str, Integral)) and not isinstance(given, bool):
         return [str(given)]
-    if not isinstance(given, Iterable) or isinstance(given, Mapping):
+    if not isinstance(given, Iterable) or isinstance(given, (Mapping, bytes)):
         problem = "it is neither one value nor a list"
         raise PolicyError(f"gpu({name}={given!r})", problem, _find("", name).accepted)
     return [str(each) for each in given]

@@ -54,10 +54,13 @@ def _read_headroom(text: object) -> int | None:
 
 
 def _read_folder(given: object) -> object:
-    # An empty text means `None`, not the working folder.
-    if isinstance(given, str):
-        return Path(given).expanduser() if given.strip() else None
-    return given
+    if not isinstance(given, (str, Path)):
+        return given
+    try:
+        # An empty text means `None`, not the working folder.
+        return Path(given).expanduser() if str(given).strip() else None
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
 
 
 def _read_ledger(given: object) -> object:

@@ -38,6 +38,8 @@ ARGUMENTS: tuple[tuple[Any, str, str], ...] = (
     # Replaced, for the warning of direct calls.
     (BaseTaskRunEngine, "_wait_for_dependencies", "self"),
     # Called.
+    (SyncTaskRunEngine, "handle_timeout", "self, exc"),
+    (SyncTaskRunEngine, "is_cancelled", "self"),
     (SyncTaskRunEngine, "handle_retry", "self, exc_or_state"),
     (SyncTaskRunEngine, "start", "self, task_run_id, dependencies"),
     (SyncTaskRunEngine, "is_running", "self"),
@@ -68,9 +70,19 @@ LINES: tuple[tuple[Any, str, str], ...] = (
     (SyncTaskRunEngine, "initialize_run", "except BaseException as exc:"),
     (SyncTaskRunEngine, "initialize_run", "self.handle_crash(exc)"),
     (SyncTaskRunEngine, "initialize_run", "self.log_finished_message()"),
-    (SyncTaskRunEngine, "run_context", "seconds=self.task.timeout_seconds"),
-    (SyncTaskRunEngine, "run_context", "except Exception as exc:"),
-    (SyncTaskRunEngine, "run_context", "self.handle_exception(exc)"),
+    (SyncTaskRunEngine, "run_context", "with self.setup_run_context():"),
+    (
+        SyncTaskRunEngine,
+        "run_context",
+        """if self.is_cancelled():
+                        raise CancelledError("Task run cancelled by the task runner")
+
+                    yield self
+            except TimeoutError as exc:
+                self.handle_timeout(exc)
+            except Exception as exc:
+                self.handle_exception(exc)""",
+    ),
     (SyncTaskRunEngine, "handle_exception", "self.handle_retry(exc)"),
     (SyncTaskRunEngine, "handle_exception", "self.set_state(state)"),
     (SyncTaskRunEngine, "handle_retry", "self.retries < self.task.retries"),

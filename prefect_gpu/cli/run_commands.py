@@ -138,14 +138,11 @@ def _named(task_name: str, learn_by: str) -> str:
     return f"{task_name} ({learn_by})" if learn_by else task_name
 
 
-def list_histories(
-    flow: str | None = None, /, *, last: Last = LAST_RUNS, as_json: AsJson = False
-) -> str:
+def list_histories(flow: str | None = None, /, *, as_json: AsJson = False) -> str:
     """List the histories of tasks: a line for each task of a flow, GPU model and set of gpu:learn_by values.
 
     Args:
         flow: List only tasks of this flow: name of the flow, or id or name of one of its runs.
-        last: Number of the last runs to search for tasks of a flow without histories of its name (default: 5).
         as_json: Print JSON, sizes in bytes and times in seconds.
 
     Examples:
@@ -160,7 +157,7 @@ def list_histories(
         found = read_histories(client, lambda key: flow in (None, key.flow_name))
         if flow is not None and not found:
             # It may name a flow run.
-            reports = read_task_reports(flow, last)
+            reports = read_task_reports(flow, LAST_RUNS)
             ran = {(r.flow_name, r.task_name, r.qualified_name) for r in reports}
             found = read_histories(
                 client, lambda key: (key.flow_name, key.task_name, key.qualified_name) in ran

@@ -7,7 +7,6 @@ tasks without a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import sys
 import textwrap
@@ -166,14 +165,21 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
 
     @contextlib.contextmanager
     def run_context(self) -> Iterator[Any]:
-        """Enter Prefect's context of one call of the body, without the timeout, which the runner enforces."""
-        # The runner counts from the body's first line, and kills the child process. Hooks get the user's own task.
-        users = self.task
-        self.task = copy.copy(users)
-        self.task.timeout_seconds = None
-        with super().run_context() as context:
-            self.task = users
-            yield context
+        """Enter Prefect's context of one call of the body, as Prefect's method does, but without the timeout."""
+        # The runner enforces the timeout: it counts from the body's first line, and kills the child process.
+        with self.setup_run_context():
+            try:
+                assert self.task_run is not None, "the engine was started"
+                self.logger.debug(
+                    f"Executing task {self.task.name!r} for task run {self.task_run.name!r}..."
+                )
+                if self.is_cancelled():
+                    raise CancelledError("Task run cancelled by the task runner")
+                yield self
+            except TimeoutError as error:
+                self.handle_timeout(error)
+            except Exception as error:  # noqa: BLE001 - as Prefect's method
+                self.handle_exception(error)
 
     def call_task_fn(self, transaction: Transaction) -> Any:
         """Call the body, or read the result of a cached run, as Prefect's method does with the task's function."""

@@ -153,13 +153,13 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
         else:
             arguments, state = _with_names(obj, arguments, state)
         if of_c:
-            state = c_types.without_layout(state[0]), state[1]
+            arguments, state = c_types.with_body(obj, arguments, state)
         key = None if self._to_flow else made_anew.own_name(obj)
         # `get_annotations` leaves out annotations of base classes, and does not evaluate text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
         return (
-            _make_class, (key, tracker_id, make, *arguments),
+            _make_class, (c_types.Layout(*obj.__bases__) if of_c else None, key, tracker_id, make, *arguments),
             (c_types.Layout(obj) if of_c else None, hints, state), None, None, _set_class,
         )  # fmt: skip
 
@@ -403,7 +403,7 @@ def _set_function(function: types.FunctionType, state: Any) -> None:
 
 
 def _make_class(
-    key: Key | None, tracker_id: str, make: Callable[..., type], *arguments: Any
+    _: object, key: Key | None, tracker_id: str, make: Callable[..., type], *arguments: Any
 ) -> type:
     found = find(key)
     if not isinstance(found, type):

@@ -14,6 +14,9 @@ from typing import Any
 #: Attributes that determine how a structure lies in memory. The last one fixes the layout.
 _LAYOUT = ("_pack_", "_align_", "_layout_", "_anonymous_", "_fields_")
 
+#: Attributes that a class derived from an abstract type of `ctypes` must have in its body.
+_BODY = ("_type_", "_length_", "_flags_", "_restype_", "_argtypes_")
+
 #: Bits of the `_flags_` of a function type, as in CPython's `ctypes.h`.
 _PYTHON_API, _USE_ERRNO = 0x4, 0x8
 
@@ -48,7 +51,7 @@ def _reduce_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
         bases = (ctypes.Structure, ctypes.Union, ctypes.Array, simple, pointer, function)
         return type, (next((each for each in bases if type(each) is kind), None),)
     if issubclass(kind, ctypes.Array):
-        return operator.mul, (kind._type_, kind._length_)
+        return _array_type, (Layout(kind._type_), kind._type_, kind._length_)
     if issubclass(kind, pointer):
         return _pointer_type, (kind._type_,)
     if issubclass(kind, function):
@@ -59,6 +62,10 @@ def _reduce_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     of_machine = getattr(kind, native)
     # A single byte has no order: both are the type itself.
     return getattr, (None if of_machine is kind else of_machine, other)
+
+
+def _array_type(_: Any, kind: Any, length: int) -> Any:
+    return kind * length
 
 
 def _pointer_type(target: Any) -> Any:
@@ -77,48 +84,81 @@ def _function_type(flags: int, result: Any, *arguments: Any) -> Any:
 
 
 class Layout:
-    """The layout of a script's structure. A pickle has it before the methods, which may use objects of the structure."""
+    """Gives structures of a script their layout in the other process, and first to the structures that they contain.
 
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
+    A pickle has it before all that depends on the size: methods, which may use objects of the structure, derived
+    structures and arrays. Structures may refer to each other, so several layouts of a structure may be in one pickle.
+    """
+
+    def __init__(self, *kinds: type) -> None:
+        self._kinds = kinds
 
     def __reduce__(self) -> Any:
-        own = vars(self._kind)
-        return _set_layout, (self._kind, {name: own[name] for name in _LAYOUT if name in own})
+        found: dict[type, dict[str, Any]] = {}
+        for kind in self._kinds:
+            _find_layouts(kind, found)
+        return _set_layouts, (tuple(found.items()),)
 
 
-def _set_layout(kind: type, layout: Mapping[str, Any]) -> None:
-    for name, value in layout.items():
-        # A class that is there has its layout.
-        if name not in vars(kind):
-            setattr(kind, name, value)
+def _find_layouts(kind: type, found: dict[type, dict[str, Any]]) -> None:
+    """Add the layout of a structure, after those of its bases and of the structures that it contains."""
+    own = vars(kind)
+    if kind in found or "_fields_" not in own:
+        return
+    for part in (*kind.__bases__, *(field[1] for field in own["_fields_"])):
+        _find_layouts(part, found)
+    found[kind] = {name: own[name] for name in _LAYOUT if name in own}
+    # The class's own list may be half pickled.
+    found[kind]["_fields_"] = [tuple(field) for field in own["_fields_"]]
 
 
-def without_layout(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a script's structure that its layout does not make."""
-    fields = {name for name, value in attributes.items() if type(value).__name__ == "CField"}
-    return {k: v for k, v in attributes.items() if k not in fields and k not in _LAYOUT}
+def _set_layouts(layouts: Any) -> None:
+    for kind, layout in layouts:
+        for name, value in layout.items():
+            # A class that is there has its layout.
+            if name not in vars(kind):
+                setattr(kind, name, value)
+
+
+def with_body(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
+    """Return a class's pickled parts with what `ctypes` needs in its body, and without what its layout makes."""
+    maker, name, bases, attributes, *others = arguments
+    attributes = {**attributes, **{n: v for n, v in vars(kind).items() if n in _BODY}}
+    found, slots = state
+    made = {n for n, value in found.items() if type(value).__name__ == "CField"}
+    made.update(_LAYOUT, _BODY)
+    found = {n: value for n, value in found.items() if n not in made}
+    return (maker, name, bases, attributes, *others), (found, slots)
 
 
 def reduce_library(library: Any) -> Any:
-    """Return the reduction of a loaded library, with the prototypes of its functions."""
-    prototypes = {
-        name: _prototype(value)
-        for name, value in vars(library).items()
-        if isinstance(value, library._FuncPtr)
-    }
-    use_errno = bool(library._FuncPtr._flags_ & _USE_ERRNO)
-    made = _load, (type(library), library._name, use_errno)
-    return *made, prototypes, None, None, _set_prototypes
+    """Return the reduction of a loaded library, with the prototypes of its functions and with added attributes."""
+    arguments = type(library), library._name, bool(library._FuncPtr._flags_ & _USE_ERRNO)
+    if _load(*arguments)._handle != library._handle:
+        raise TypeError("it was loaded by a handle, which belongs to one process")
+    prototypes, attributes = {}, {}
+    for name, value in vars(library).items():
+        if isinstance(value, library._FuncPtr) and value.__name__ == name:
+            prototypes[name] = _prototype(value)
+        elif name not in ("_name", "_handle", "_FuncPtr"):
+            attributes[name] = value
+    return _load, arguments, (prototypes, attributes), None, None, _set_library
 
 
 def _load(kind: Any, name: str | None, use_errno: bool) -> Any:
-    return kind(name, use_errno=use_errno)
+    import ctypes
+
+    # The constructor of a derived class may take other arguments.
+    library = kind.__new__(kind)
+    ctypes.CDLL.__init__(library, name, use_errno=use_errno)
+    return library
 
 
-def _set_prototypes(library: Any, prototypes: Mapping[str, Mapping[str, Any]]) -> None:
+def _set_library(library: Any, state: Any) -> None:
+    prototypes, attributes = state
     for name, prototype in prototypes.items():
         _set_prototype(getattr(library, name), prototype)
+    vars(library).update(attributes)
 
 
 def reduce_function(function: Any) -> Any:

@@ -188,8 +188,8 @@ _ANEW_BY_NAME: dict[str, Callable[[Any], Made]] = {
 #: Names of types whose objects have names in the type's module, though their own reduction does not say so.
 _HELD_BY_MODULE = ("torch.memory_format", "sys.flags", "sys.float_info", "sys.version_info")
 
-#: Types of libraries' objects that a script may refer to, and compare by `is`.
-_OF_LIBRARIES = (object, contextvars.ContextVar)
+#: Names of types of libraries' objects that a script may refer to, and compare by `is` or use as the library has set them.
+_OF_LIBRARIES = ("builtins.object", "_contextvars.ContextVar", "ctypes.CDLL", "ctypes.PyDLL")
 
 #: Types of `typing` and `typing_extensions` whose objects are pickled by module and name, by name of the type; with the
 #: arguments that make an object. Objects of private modules are made anew.
@@ -285,7 +285,10 @@ class NamedObjects:
 
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
         name = f"{kind.__module__}.{kind.__qualname__}"
-        make = _ANEW.get(kind) or _ANEW_BY_NAME.get(name)
+        names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+        make = _ANEW.get(kind) or next(
+            (_ANEW_BY_NAME[n] for n in names if n in _ANEW_BY_NAME), None
+        )
         if make is not None:
             return functools.partial(self._anew, make)
         if kind is _ALIAS:
@@ -294,8 +297,8 @@ class NamedObjects:
             return functools.partial(self._private, _NAMED_TYPES[kind.__name__])
         if issubclass(kind, threading.local):
             return functools.partial(self._anew, lambda _: (kind, ()))
-        for base in kind.__mro__:
-            reason = _REFUSED.get(f"{base.__module__}.{base.__qualname__}")
+        for each in names:
+            reason = _REFUSED.get(each)
             if reason is not None:
                 return functools.partial(_refuse, reason)
         package = kind.__module__.partition(".")[0]
@@ -367,10 +370,11 @@ class NamedObjects:
         if self._names is None:
             self._names = _names_in(("__main__", *private_modules(), *users_modules()))
         name = self._names.get(id(obj))
-        if name is None and type(obj) in _OF_LIBRARIES:
-            name = _named_by_libraries(len(sys.modules)).get(id(obj))
-            # By now, the module may have another object under the name.
-            name = None if name is None or find_in_namespace(*name) is not obj else name
+        if _is_of_libraries(type(obj)) and (name is None or not is_importable(name[0])):
+            found = _named_by_libraries(len(sys.modules)).get(id(obj))
+            # A script that has imported the object has it under the same name. By now, the library may have another one.
+            if found is not None and (name is None or name[1] == found[1]):
+                return found if find_in_namespace(*found) is obj else name
         return name
 
     def importable_name(self, obj: Any) -> Name | None:
@@ -384,9 +388,17 @@ class NamedObjects:
 
 @functools.lru_cache(maxsize=1)
 def _named_by_libraries(modules: int) -> dict[int, Name]:
-    """Return the names of all objects of the types `_OF_LIBRARIES`, by id; takes 0.05 s for two thousand modules."""
+    """Return the names of all objects of the types `_OF_LIBRARIES`, by id; takes 0.1 s for two thousand modules."""
     # `modules`, the number of loaded modules, is the cache key.
-    return {id(v): name for name, v in _held(sys.modules) if type(v) in _OF_LIBRARIES}
+    return {
+        id(v): name
+        for name, v in _held(sys.modules)
+        if _is_of_libraries(type(v)) and is_importable(name[0])
+    }
+
+
+def _is_of_libraries(kind: type) -> bool:
+    return f"{kind.__module__}.{kind.__qualname__}" in _OF_LIBRARIES
 
 
 def own_name(obj: Any) -> Name | None:

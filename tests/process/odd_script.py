@@ -318,8 +318,34 @@ class Point(ctypes.Structure):
     _fields_ = [("x", ctypes.c_int), ("nodes", ctypes.c_int * 2)]
 
 
+class Tree(ctypes.Structure):
+    pass
+
+
+class Leaf(ctypes.Structure):
+    _fields_ = [("tree", ctypes.POINTER(Tree)), ("weight", ctypes.c_double)]
+
+
+class Branch(Leaf):
+    _fields_ = [("length", ctypes.c_int)]
+
+
+Tree._fields_ = [("first", Leaf), ("leaves", Leaf * 4), ("branch", ctypes.POINTER(Branch))]
+
+
+class Triple(ctypes.Array):
+    _type_, _length_ = ctypes.c_int, 3
+
+
+class Library(ctypes.CDLL):
+    def __init__(self, version):
+        super().__init__(None, use_errno=True)
+        self.version = version
+
+
 ORIGIN = Point(7, (1, 2))
-LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = Library("2.36")
+LIBC.distance = LIBC.llabs
 LIBC.llabs.argtypes, LIBC.llabs.restype = [ctypes.c_longlong], ctypes.c_longlong
 ABSOLUTE, LENGTH = LIBC.llabs, LIBC["strlen"]
 LENGTH.argtypes, LENGTH.restype = [ctypes.c_char_p], ctypes.c_size_t
@@ -332,6 +358,8 @@ def look_at_c_types():
     LIBC.qsort(numbers, 3, 4, Compare(lambda a, b: a[0] - b[0]))
     held = [Pointer is ctypes.POINTER(Node), ABSOLUTE is LIBC.llabs, type(ORIGIN) is Point]
     held += [bytes(Header(1, 2, 3)), list(ORIGIN.nodes), list(numbers), node.after()]
+    held += [ctypes.sizeof(Leaf), ctypes.sizeof(Branch), ctypes.sizeof(Tree), list(Triple(1, 2, 3))]
+    held += [LIBC.version, LIBC.distance is LIBC.llabs, type(LIBC) is Library]
     return held, ABSOLUTE(-(1 << 40)), LENGTH(b"abc"), LIBC.close(-1), ctypes.get_errno()
 
 

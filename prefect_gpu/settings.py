@@ -66,7 +66,9 @@ def _read_folder(given: object) -> object:
 def _read_ledger(given: object) -> object:
     folder = _read_folder(given)
     if isinstance(folder, Path) and not folder.is_absolute():
-        raise ValueError("it is no absolute path: flows of other folders would have another ledger")
+        raise ValueError(
+            "it is not an absolute path, as in /mnt/ledger; flows of other folders would have another ledger"
+        )
     return folder
 
 

@@ -1,4 +1,4 @@
-"""Tracebacks of a GPU task's errors: the user's lines in the flow and in the child, without most lines of this package.
+"""Tracebacks of a GPU task's errors: the user's lines in the flow and in the child. Lines of this package are left out but for the last.
 
 A child's traceback is text. An error without a line of the user's code shows the line that submitted the task.
 """

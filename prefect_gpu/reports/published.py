@@ -286,7 +286,11 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
             unreadable = error
     if not reports:
         names = ", ".join(f"{run.name} ({str(run.id)[:8]})" for run in runs)
-        looked = f"looked at {names}; --last N looks at more runs of a flow"
+        looked = (
+            f"looked at its last {len(runs)} runs: {names}"
+            if len(runs) > 1
+            else f"looked at {names}"
+        )
         raise unreadable or ReportError(f"no reports of {str(flow)!r}: {_NO_PROCESS} ({looked})")
     return tuple(sorted(reports, key=lambda each: each.placed_at))
 

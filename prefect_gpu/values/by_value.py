@@ -152,15 +152,17 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             make, arguments, state = enums.reduce(obj, arguments, state)
         else:
             arguments, state = _with_names(obj, arguments, state)
+        of_bases = layout = None
         if of_c:
             arguments, state = c_types.with_body(obj, arguments, state)
+            of_bases, layout = c_types.Layout(*obj.__bases__), c_types.Layout(obj)
         key = None if self._to_flow else made_anew.own_name(obj)
         # `get_annotations` leaves out annotations of base classes, and does not evaluate text.
         hints = self._hints(inspect.get_annotations(obj), obj.__module__)
         tracker_id = internals._get_or_create_tracker_id(obj)
         return (
-            _make_class, (c_types.Layout(*obj.__bases__) if of_c else None, key, tracker_id, make, *arguments),
-            (c_types.Layout(obj) if of_c else None, hints, state), None, None, _set_class,
+            _make_class, (of_bases, key, tracker_id, make, *arguments),
+            (layout, hints, state), None, None, _set_class,
         )  # fmt: skip
 
     def _function(self, obj: types.FunctionType) -> Any:
@@ -403,8 +405,9 @@ def _set_function(function: types.FunctionType, state: Any) -> None:
 
 
 def _make_class(
-    _: object, key: Key | None, tracker_id: str, make: Callable[..., type], *arguments: Any
+    _of_bases: None, key: Key | None, tracker_id: str, make: Callable[..., type], *arguments: Any
 ) -> type:
+    # Unpickling the first argument has given the bases their layout.
     found = find(key)
     if not isinstance(found, type):
         found = internals._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)

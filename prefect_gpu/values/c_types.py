@@ -17,9 +17,6 @@ _LAYOUT = ("_pack_", "_align_", "_layout_", "_anonymous_", "_fields_")
 #: Attributes that a class derived from an abstract type of `ctypes` must have in its body.
 _BODY = ("_type_", "_length_", "_flags_", "_restype_", "_argtypes_")
 
-#: Bits of the `_flags_` of a function type, as in CPython's `ctypes.h`.
-_PYTHON_API, _USE_ERRNO = 0x4, 0x8
-
 #: Attributes of a library's function that a program sets.
 _PROTOTYPE = ("argtypes", "restype", "errcheck")
 
@@ -37,7 +34,7 @@ def reduce_type(kind: type) -> Any:
         # A class that the program derives from such a type is another one.
         return (function, arguments) if function(*arguments) is kind else NotImplemented
     except (AttributeError, TypeError):
-        # An abstract type, or a class of a name.
+        # An abstract type, or a class that has a name of its own.
         return NotImplemented
 
 
@@ -64,7 +61,8 @@ def _reduce_type(kind: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr, (None if of_machine is kind else of_machine, other)
 
 
-def _array_type(_: Any, kind: Any, length: int) -> Any:
+def _array_type(_layout: None, kind: Any, length: int) -> Any:
+    # Unpickling the first argument has given a structure its layout, without which it has no size.
     return kind * length
 
 
@@ -77,10 +75,11 @@ def _pointer_type(target: Any) -> Any:
 
 def _function_type(flags: int, result: Any, *arguments: Any) -> Any:
     import ctypes
+    from _ctypes import FUNCFLAG_PYTHONAPI, FUNCFLAG_USE_ERRNO
 
-    if flags & _PYTHON_API:
+    if flags & FUNCFLAG_PYTHONAPI:
         return ctypes.PYFUNCTYPE(result, *arguments)
-    return ctypes.CFUNCTYPE(result, *arguments, use_errno=bool(flags & _USE_ERRNO))
+    return ctypes.CFUNCTYPE(result, *arguments, use_errno=bool(flags & FUNCFLAG_USE_ERRNO))
 
 
 class Layout:
@@ -133,7 +132,10 @@ def with_body(kind: type, arguments: Any, state: Any) -> tuple[Any, Any]:
 
 def reduce_library(library: Any) -> Any:
     """Return the reduction of a loaded library, with the prototypes of its functions and with added attributes."""
-    arguments = type(library), library._name, bool(library._FuncPtr._flags_ & _USE_ERRNO)
+    from _ctypes import FUNCFLAG_USE_ERRNO
+
+    use_errno = bool(library._FuncPtr._flags_ & FUNCFLAG_USE_ERRNO)
+    arguments = type(library), library._name, use_errno
     if _load(*arguments)._handle != library._handle:
         raise TypeError("it was loaded by a handle, which belongs to one process")
     prototypes, attributes = {}, {}

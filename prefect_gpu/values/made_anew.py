@@ -284,8 +284,8 @@ class NamedObjects:
         return NotImplemented if rule is None else rule(obj)
 
     def _rule(self, kind: type) -> Callable[[Any], Any] | None:
-        name = f"{kind.__module__}.{kind.__qualname__}"
         names = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+        name = names[0]
         make = _ANEW.get(kind) or next(
             (_ANEW_BY_NAME[n] for n in names if n in _ANEW_BY_NAME), None
         )

@@ -729,6 +729,10 @@ def test_the_devices_of_all_nodes_are_listed(
     assert cli(["devices", "--devices", ONE, *there]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in lines) == sorted(["node", *NAMES])
+    with monkeypatch.context() as patch:
+        patch.setenv("PREFECT_INTEGRATIONS_GPU_ADDRESS", machines.address)
+        assert cli(["devices", "--devices", ONE]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
     assert cli(["devices", *there]) == 2
     assert "it has no NVIDIA driver" in capsys.readouterr().err
     assert traps.imported == [] and Path.cwd() == traps.folder

@@ -12,13 +12,14 @@ import signal
 import sqlite3
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import flow, task
 from prefect.cache_policies import INPUTS, NO_CACHE, TASK_SOURCE
+from prefect.context import TaskRunContext
 from prefect.states import Failed, State
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
@@ -49,6 +50,8 @@ class Run:
     futures: Futures
     #: A folder in which each process of a task left a file `NAME-PID`.
     marks: Path
+    #: Whether each retry condition and each cache key got the task itself.
+    itself: list[bool] = field(default_factory=list)
 
     def processes(self, name: str) -> set[int]:
         """Return the ids of the processes in which a task's body ran."""
@@ -103,8 +106,18 @@ def repeated(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> R
             raise ValueError("not yet")
         return time.time() - float((marks / "failed_at").read_text())
 
+    itself: list[bool] = []
+
     def only_cold(task: Any, run: Any, state: State[Any]) -> bool:
+        itself.append(task is choosy)
         return isinstance(state.data, ColdError)
+
+    def key(context: TaskRunContext, parameters: Any) -> None:
+        itself.append(context.task is keyed)
+
+    @task(tags=SMALL, cache_key_fn=key)
+    def keyed() -> int:
+        return 3
 
     @task(tags=SMALL, retries=3, retry_condition_fn=only_cold, cache_policy=NO_CACHE)
     def choosy() -> None:
@@ -131,13 +144,14 @@ def repeated(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> R
         futures["choosy"] = choosy.submit()
         futures["state"] = failed_state.submit()
         futures["held"] = held_once.submit()
+        futures["keyed"] = keyed.submit()
         for future in list(futures.values()):
             future.wait()
         futures["inputs again"] = by_inputs.submit(1, nonce)
         futures["source again"] = by_source.submit(nonce)
 
     repeats(str(marks))
-    return Run(futures, marks)
+    return Run(futures, marks, itself)
 
 
 @pytest.mark.parametrize(("policy", "value"), [("inputs", 2), ("source", 7)])
@@ -174,6 +188,11 @@ def test_a_retry_waits_for_its_delay(repeated: Run) -> None:
 def test_a_retry_condition_sees_the_error_of_the_body(repeated: Run) -> None:
     assert isinstance(repeated.error("choosy"), ValueError)
     assert len(repeated.processes("choosy")) == 2
+
+
+def test_a_retry_condition_and_a_cache_key_get_the_task_itself(repeated: Run) -> None:
+    assert repeated.futures["keyed"].result() == 3
+    assert len(repeated.itself) >= 3 and all(repeated.itself)
 
 
 def test_a_failed_state_that_a_body_returns_is_retried(repeated: Run) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -23,7 +25,10 @@ from prefect.states import Completed
 
 from prefect_gpu import GPUTaskRunner, gpu, report
 from prefect_gpu.cli.commands import main
-from prefect_gpu.reports.publish import task_artifact
+from prefect_gpu.reports.history import PrefectHistory
+from prefect_gpu.reports.model import past_run
+from prefect_gpu.reports.publish import Publisher, task_artifact
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.units import GIB, parse_bytes
 from tests.fakes.reports import task_report
 from tests.integration import bodies
@@ -245,6 +250,26 @@ def test_histories_are_listed_and_those_of_one_flow(run: Run, capsys: Capture) -
         rf"train-{MARK} +nightly-{MARK} +simulated 16GiB +4 +2GiB +[\d.]+m?s +2\.6GiB +\d{{4}}-.*",
         row,
     )
+
+
+def test_histories_of_a_flow_are_listed_by_its_own_name(api: str, capsys: Capture) -> None:
+    # None of its last runs has started a process: all was cached.
+    cached = flow(name=f"cached-{MARK}")(lambda: None)
+    cached()
+    key = HistoryKey("evaluate", "evaluate", "NVIDIA H200", flow_name=cached.name)
+    publisher = Publisher(
+        partial(get_client, sync_client=True), logger=logging.getLogger("reports")
+    )
+    PrefectHistory(partial(get_client, sync_client=True), publisher).add(
+        key, past_run(task_report())
+    )
+    publisher.close(timeout_s=60)
+    assert tasks_of(found(capsys, "history", "list", cached.name)) == [("evaluate", "")]
+    silent = flow(name=f"unlearned-{MARK}")(lambda: None)
+    for _ in range(2):
+        silent()
+    said = refused(capsys, "history", "list", silent.name)
+    assert "(looked at its last 2 runs: " in said and "--last" not in said
 
 
 @pytest.fixture

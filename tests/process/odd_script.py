@@ -13,6 +13,7 @@ import sys
 import threading
 import typing
 from concurrent.futures import ProcessPoolExecutor
+from ctypes import pythonapi
 
 import numpy
 import torch
@@ -333,6 +334,20 @@ class Branch(Leaf):
 Tree._fields_ = [("first", Leaf), ("leaves", Leaf * 4), ("branch", ctypes.POINTER(Branch))]
 
 
+class Context(ctypes.Structure):
+    pass
+
+
+class Callbacks(ctypes.Structure):
+    _fields_ = [
+        ("call", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Context))),
+        ("x", ctypes.c_int),
+    ]
+
+
+Context._fields_ = [("size", ctypes.c_int), ("callbacks", Callbacks), ("k", ctypes.c_int)]
+
+
 class Triple(ctypes.Array):
     _type_, _length_ = ctypes.c_int, 3
 
@@ -359,7 +374,12 @@ def look_at_c_types():
     held = [Pointer is ctypes.POINTER(Node), ABSOLUTE is LIBC.llabs, type(ORIGIN) is Point]
     held += [bytes(Header(1, 2, 3)), list(ORIGIN.nodes), list(numbers), node.after()]
     held += [ctypes.sizeof(Leaf), ctypes.sizeof(Branch), ctypes.sizeof(Tree), list(Triple(1, 2, 3))]
-    held += [LIBC.version, LIBC.distance is LIBC.llabs, type(LIBC) is Library]
+    held += [
+        LIBC.version,
+        LIBC.distance is LIBC.llabs,
+        type(LIBC) is Library,
+        pythonapi is ctypes.pythonapi,
+    ]
     return held, ABSOLUTE(-(1 << 40)), LENGTH(b"abc"), LIBC.close(-1), ctypes.get_errno()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import sys
 import types
@@ -80,6 +81,9 @@ def test_odd_definitions_of_a_script_are_whole_there(rig: Rig, by_value: Load) -
     here = script.look(script.LOOKS)
     assert rig.call(script.look, script.LOOKS) == here
     assert rig.call(script.look, [script.look_at_spawned]) == [4]
+    # Each alone: one structure's layout brings that of those that it contains.
+    for kind in (script.Leaf, script.Tree, script.Context, script.Callbacks):
+        assert rig.call(ctypes.sizeof, kind) == ctypes.sizeof(kind)
     members = [each for kind in script.ENUMS for each in kind]
     things = [*members, script.SINGLE, script.BARE, script.Outer.Config.Deep]
     for back, thing in zip(rig.call(script.same, things), things, strict=True):

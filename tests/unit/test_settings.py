@@ -95,7 +95,7 @@ def test_gpus_are_reserved_on_a_cluster_alone() -> None:
         pytest.param("MAX_PROCESSES", "0", "greater than or equal to 1", id="no process at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "0", "greater than or equal to 1", id="no task at all"),
         pytest.param("MAX_TASKS_PER_DEVICE", "two", "valid integer", id="a word for a number"),
-        pytest.param("LEDGER", "ledger", "no absolute path", id="a folder of the working folder"),
+        pytest.param("LEDGER", "ledger", "not an absolute path, as in /mnt/ledger", id="a folder of the working folder"),
         pytest.param("DEVICES", "", "at least 1 character", id="no devices named"),
     ],
 )  # fmt: skip

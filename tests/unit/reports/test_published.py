@@ -18,6 +18,7 @@ from prefect.settings import (
     PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
     temporary_settings,
 )
+from prefect.states import Completed, Running
 from rich.console import Console
 
 import prefect_gpu
@@ -158,8 +159,14 @@ def test_a_flow_run_that_is_not_there_or_has_no_report_is_one_clear_error(api: s
     with pytest.raises(ReportError, match=rf"there is no flow run {UUID(int=7)} at {api}"):
         prefect_gpu.report(UUID(int=7))
     with get_client(sync_client=True) as client:
-        run = client.create_flow_run(flow(name="silent")(lambda: None))
-    with pytest.raises(ReportError, match="has no reports"):
+        run = client.create_flow_run(flow(name="silent")(lambda: None), state=Completed())
+    with pytest.raises(
+        ReportError, match=r"has no reports: no process of a GPU task .* or reports=False$"
+    ):
+        prefect_gpu.report(run.id)
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(run.id, Running())
+    with pytest.raises(ReportError, match=r"or reports=False, and it is Running$"):
         prefect_gpu.report(run.id)
 
 

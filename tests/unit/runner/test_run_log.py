@@ -8,10 +8,15 @@ from uuid import UUID
 
 import pytest
 
+from prefect_gpu.errors import ResultError
 from prefect_gpu.measurements import Sample, Suspension
-from prefect_gpu.reports.model import TaskReport
+from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.reports.model import TaskReport, Verdict
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.run_log import ended_line, flow_summary, placed_line
+from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.process_run import Failed
+from prefect_gpu.runner.run_log import conclude, ended_line, flow_summary, placed_line
+from prefect_gpu.runner.task_plan import TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement
 from prefect_gpu.units import GIB
@@ -20,6 +25,8 @@ from tests.fakes.reports import CONTEXT, on_node, task_report
 ONE = Placement("1", (on_node("gpu-1"),), (5 * GIB,))
 TWO = Placement("1", (on_node("gpu-1"), on_node("gpu-1", 1)), (5 * GIB, 5 * GIB))
 WHO = HistoryKey("evaluate", "evaluate", flow_name="nightly")
+UNSENT = ResultError("the error", "result.lock", "lock", "it belongs to one process")
+PLAN = TaskPlan("evaluate", "evaluate-1a", print, GPUPolicy(), (), (), (), None, 0)
 LEARNED = Grant(5 * GIB, "learned", learned_runs={ONE.devices[0].name: 3})
 
 
@@ -74,6 +81,25 @@ def test_one_run_is_one() -> None:
 def test_the_end_of_a_process(changes: dict[str, Any], says: str) -> None:
     report = replace(task_report(), run_s=2.5, peak_process_bytes=3 * GIB)
     assert ended_line(replace(report, **changes)) == says
+
+
+@pytest.mark.parametrize(
+    ("error", "traceback", "says"),
+    [
+        (ValueError("the first\nthe second"), "a line\nValueError: the first\nthe second", "ValueError: the first"),
+        (KeyError(), "a line\nKeyError", "KeyError"),
+        (UNSENT, "a line\nLockedError: it said this\n", "LockedError: it said this"),
+        (UNSENT, None, str(UNSENT)),
+    ],
+    ids=["several lines", "no text", "replaced", "replaced, without a traceback"],
+)  # fmt: skip
+def test_the_error_of_a_body_is_its_type_and_first_line(
+    error: Exception, traceback: str | None, says: str
+) -> None:
+    assert conclude(Failed(error, traceback), PLAN, ProcessRecord(ONE, 0.0, 0.0)) == (
+        error,
+        Verdict("failed", says),
+    )
 
 
 def test_a_summary_has_the_states_the_tasks_their_devices_and_the_tags_to_write() -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.check_crowded [--held 12]
 
-Neither has a budget. The older one begins with two thirds of the device and grows to nine tenths, for which there is no
-room beside the younger one, a training. Both must end in their first process, and the training with the losses that it
+Neither has a budget. At first the older one leaves room for two of the younger one, a training; then it grows until it
+leaves less than the training holds. Both must end in their first process, and the training with the losses that it
 has undisturbed, bit for bit.
 """
 
@@ -35,25 +35,25 @@ from tests.gpu.check_suspend_by_hand import train
 #: Seconds that anything may take here.
 LIMIT_S = 290.0
 
-#: Parts of the device that the older one holds at first and at last, and that it takes in a second.
-FIRST, LAST, A_SECOND = 0.66, 0.9, 1 / 320
+#: Room that the older one leaves at first and at last, and that it takes in a second, in parts of what the training holds.
+FIRST, LAST, A_SECOND = 2.25, 0.65, 1 / 48
 
 #: Steps of the training: it is on the device until the other one has grown.
 STEPS = 3000
 
 
 @task(tags=gpu(framework="torch"))
-def grow(folder: str) -> tuple[int, float]:
+def grow(folder: str, training_gib: int) -> tuple[int, float]:
     """Take more and more of the device; return the number of this process in its task run, and the GiB that it held."""
     import torch
 
-    total = torch.cuda.mem_get_info()[1]
-    piece = int(total * A_SECOND)
-    held = [torch.zeros(int(total * FIRST), dtype=torch.uint8, device="cuda")]
+    total, training = torch.cuda.mem_get_info()[1], training_gib * GIB
+    piece = int(training * A_SECOND)
+    held = [torch.zeros(int(total - training * FIRST), dtype=torch.uint8, device="cuda")]
     while not Path(folder, "run").exists():
         time.sleep(0.1)
     time.sleep(FIRST_S)
-    while sum(each.numel() for each in held) < total * LAST:
+    while sum(each.numel() for each in held) < total - training * LAST:
         held.append(torch.zeros(piece, dtype=torch.uint8, device="cuda"))
         torch.cuda.synchronize()
         time.sleep(1.0)
@@ -72,7 +72,7 @@ def check(options: argparse.Namespace) -> list[str]:
 
         def crowded() -> dict[str, Ended]:
             futures = {
-                "grow": grow.submit(folder),
+                "grow": grow.submit(folder, options.held),
                 "train": training.submit(folder, options.held, STEPS),
             }
             return gather(futures, LIMIT_S)

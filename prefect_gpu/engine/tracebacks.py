@@ -1,4 +1,4 @@
-"""Tracebacks of a GPU task's errors: the user's lines in the flow and in the child. Lines of this package are left out but for the last.
+"""Tracebacks of a GPU task's errors: the user's lines in the flow and in the child, and few lines of this package.
 
 A child's traceback is text. An error without a line of the user's code shows the line that submitted the task.
 """

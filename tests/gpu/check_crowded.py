@@ -35,7 +35,7 @@ from tests.gpu.check_suspend_by_hand import train
 #: Seconds that anything may take here.
 LIMIT_S = 290.0
 
-#: Room that the older one leaves at first and at last, and that it takes in a second, in parts of what the training holds.
+#: Room that the older one leaves at first and at last, and takes in a second, in parts of what the training holds.
 FIRST, LAST, A_SECOND = 2.25, 0.65, 1 / 48
 
 #: Steps of the training: it is on the device until the other one has grown.
@@ -109,7 +109,9 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--held", type=int, default=12, help="GiB of the training")
+    parser.add_argument(
+        "--held", type=int, default=12, help="GiB of the training, at most two fifths of the device"
+    )
     return run(check, parser, LIMIT_S)
 
 

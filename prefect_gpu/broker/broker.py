@@ -21,11 +21,12 @@ from time import thread_time
 
 from typing_extensions import assert_never
 
-from prefect_gpu.broker import events
+from prefect_gpu.broker import events, opening
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.machine import Machine
 from prefect_gpu.broker.machine_state import MachineSettings
 from prefect_gpu.broker.phases import Trigger
+from prefect_gpu.broker.ticket import NeedLearned as NeedLearned
 from prefect_gpu.broker.ticket import Ticket as Ticket
 from prefect_gpu.broker.ticket import Withdrawn as Withdrawn
 from prefect_gpu.clock import Clock, RealClock
@@ -35,6 +36,7 @@ from prefect_gpu.devices.sampler import Sampler
 from prefect_gpu.errors import DeviceError, PlacementTimeoutError
 from prefect_gpu.process_resources import start_thread
 from prefect_gpu.scheduling.backfill import PATIENCE, Patience
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
@@ -140,6 +142,10 @@ class Broker:
         self._inbox: deque[events.Event] = deque()
         #: Guards the machine's state. Never held while the ledger or the devices are read, or a callback runs.
         self._known = threading.Condition()
+        #: By task run (`Request.sequence`): whether its inputs are not there yet. Each change is one operation of the dict.
+        self._inputs: dict[int, Callable[[], bool]] = {}
+        #: Number of calls of `kept`.
+        self.runs_kept = 0
         self._thread: threading.Thread | None = None
         self._watchers: list[Callable[[Reading], None]] = []
         #: Functions of runners, called on the broker's thread with each device that has failed, and the error.
@@ -209,22 +215,49 @@ class Broker:
             left = max((node.left_bytes for node in nodes), default=0)
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
-    def submit(self, request: Request) -> Ticket:
-        """Put a request into the queue, and return its ticket. `id`, `submitted_s` and `ancestors` are set here.
+    def open(self, sequence: int, waits: Callable[[], bool]) -> None:
+        """Keep a task run's place in the order of `submit`, until its first call of `submit` or `leave`.
+
+        `sequence` will be the request's. `waits` returns whether the task run's inputs are not there yet: it then delays no
+        other. It is called on the broker's thread, and must not block.
+        """
+        self._inputs[sequence] = waits
+        self._put(events.Opened(sequence))
+
+    def leave(self, sequence: int) -> None:
+        """Note that a task run makes no request. Without effect if it has made one, or has no place."""
+        if self._inputs.pop(sequence, None) is not None:
+            self._put(events.Left(sequence))
+
+    def submit(
+        self, request: Request, histories: Mapping[str, HistoryKey] | None = None, as_of: int = 0
+    ) -> Ticket:
+        """Ask for devices, and return the request's ticket. `id` and `ancestors` are set here, and `submitted_s` if it is 0.
+
+        `histories` are the request's histories without a known need, by device model, and `as_of` is `runs_kept` before they
+        were read.
 
         Raises:
             CapacityError: A needed thread could not be started. A later request tries again.
             DeviceError: `give_up` was called.
         """
         request_id = f"{_PROCESS}-{os.getpid()}-{next(_ids)}"
-        now_s = self._clock.now()
+        since_s = request.submitted_s or self._clock.now()
         around = self._machine.known.settings.ancestors
-        ticket = Ticket(replace(request, id=request_id, submitted_s=now_s, ancestors=around))
+        ticket = Ticket(replace(request, id=request_id, submitted_s=since_s, ancestors=around))
         if self._machine.lost:
             raise DeviceError(self._machine.lost)
         self._start()
-        self._put(events.Submitted(ticket))
+        self._inputs.pop(request.sequence, None)
+        self._put(events.Submitted(ticket, histories or {}, as_of))
         return ticket
+
+    def kept(self, sequence: int, over: bool, learned: tuple[HistoryKey, int] | None) -> None:
+        """Note that the run of a task run's last process was kept; see `events.Kept`."""
+        with self._arrived:
+            self.runs_kept += 1
+            number = self.runs_kept
+        self._put(events.Kept(sequence, over, learned, number))
 
     def _start(self) -> None:
         if self._stepped:
@@ -243,27 +276,23 @@ class Broker:
             self._arrived.notify_all()
 
     def wait(
-        self,
-        ticket: Ticket,
-        limit_s: float | None,
-        on_waiting: Callable[[Reason], None],
-        waited_s: float = 0.0,
+        self, ticket: Ticket, limit_s: float | None, on_waiting: Callable[[Reason], None]
     ) -> Placement:
         """Wait until a request is placed, and return its placement. After an exception nothing is reserved for the request.
 
         Args:
             ticket: From `submit`.
-            limit_s: Most seconds to wait, from `gpu:wait`; `None`: no limit.
+            limit_s: Most seconds to wait since `Request.submitted_s`, from `gpu:wait`; `None`: no limit.
             on_waiting: Called with the reason why the request waits after `FIRST_S` seconds and, if the reason has changed,
                 every `AGAIN_S`. An exception of this function ends the wait.
-            waited_s: Seconds of `limit_s` that have already passed.
 
         Raises:
             PlacementError: The request can never be placed, or was not placed in time.
             Withdrawn: `withdraw` was called.
+            NeedLearned: Another run has shown the need, so that the request is to be made again.
         """
         now = self._clock.now
-        until_s = None if limit_s is None else now() - waited_s + limit_s
+        until_s = None if limit_s is None else ticket.request.submitted_s + limit_s
         tell_s = now() + FIRST_S
         told: Reason | None = None
         try:
@@ -295,6 +324,8 @@ class Broker:
         """Return the reason why a request waits."""
         with self._known:
             known, now_s = self._machine.known, self._clock.now()
+            if ticket.request.id in known.open:
+                return opening.explain(known, ticket)
             if (silence := known.view.silence(now_s)) is not None:
                 return silence
             assert known.view.reading is not None
@@ -371,14 +402,6 @@ class Broker:
                     return snapshot.free_bytes
             return None
 
-    def learn_need(self, ticket: Ticket, budgets: Mapping[str, int]) -> None:
-        """Lower the reservations of a placed probe (a first run, placed without a known need) to its learned need.
-
-        `budgets` has bytes by device model; reservations on other models are unchanged. No effect on a cluster: the node
-        counts the probe at its cap, and would refuse tasks started beside it.
-        """
-        self._put(events.NeedLearned(ticket, budgets))
-
     def mark_running(self, ticket: Ticket) -> None:
         """Note that a request's task body has begun: the kernel's figure of used memory now includes its host memory."""
         self._put(events.BodyBegan(ticket))
@@ -408,6 +431,10 @@ class Broker:
         """Request a device reading now, and return without waiting for it."""
         if not self._stepped:
             self._sampler.refresh()
+
+    def returned(self, ticket: Ticket) -> None:
+        """Note that the outcome of a placed request's process is known: later first runs of its history wait for `kept`."""
+        self._put(events.Returned(ticket))
 
     def end(self, ticket: Ticket) -> None:
         """Note that the process of a placed request has ended or never started. Without effect if the call is repeated.
@@ -470,7 +497,7 @@ class Broker:
         self._take_arrived()
         self._read_ledger()
         self._attempt(lambda: self._handle(events.Waits(self._waits_since())))
-        self._handle(events.ScheduleDue())
+        self._handle(events.ScheduleDue(self._pending()))
         self._handle(events.SuspensionsDue())
         if self.reader.remote:
             rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
@@ -490,11 +517,18 @@ class Broker:
             while (rest_s := self._rests_until_s - self._clock.now()) > 0:
                 self._clock.wait(self._arrived, rest_s)
             while not (self._inbox or self._machine.dirty):
-                times = [each for each in (until_s, known.recovery.poll_s) if each is not None]
+                patient_s = None if known.held is None else known.held[1] + opening.PATIENCE_S
+                soon = until_s, known.recovery.poll_s, patient_s
+                times = [each for each in soon if each is not None]
                 left_s = min(times) - self._clock.now() if times else None
                 if left_s is not None and left_s <= 0:
                     return
                 self._clock.wait(self._arrived, left_s)
+
+    def _pending(self) -> frozenset[int]:
+        """Return the task runs before open requests whose inputs are not there yet."""
+        found = ((each, self._inputs.get(each)) for each in self._machine.known.unready)
+        return frozenset(each for each, waits in found if waits is not None and waits())
 
     def _take_arrived(self) -> None:
         with self._arrived:

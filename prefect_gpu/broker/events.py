@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefect_gpu.broker.device_view import Note
 from prefect_gpu.broker.ledger import Changes, Entry, LedgerView
 from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.planning import Plan
-from prefect_gpu.broker.ticket import Measured, Ticket
+from prefect_gpu.broker.ticket import Measured, NeedLearned, Ticket
 from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Placement, Reading
 
 # Events.
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A task run (`Request.sequence`) was submitted, and will make its request later."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A task run that was opened makes no request."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submitted:
-    """A request was submitted."""
+    """A request was submitted.
+
+    `histories` is for the ticket. Its budget is chosen by the runs of which the first `as_of` events `Kept` tell.
+    """
 
     ticket: Ticket
+    histories: Mapping[str, HistoryKey] = field(default_factory=dict)
+    as_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,13 @@ class BodyBegan:
 
 
 @dataclass(frozen=True, slots=True)
+class Returned:
+    """The outcome of the process of a placed request is known. The process may not have ended yet."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The process of a placed request has ended or never started."""
 
@@ -69,11 +96,16 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class NeedLearned:
-    """The memory need of a probe (a first run, need unknown) was learned: `budgets` has bytes by device model."""
+class Kept:
+    """The run of a task run's last process was added to its history, or there is none to add."""
 
-    ticket: Ticket
-    budgets: Mapping[str, int]
+    sequence: int
+    #: Whether the task run is no first run any more, as its next process, if there is one, is none.
+    over: bool
+    #: The history, and the need in bytes that it shows now; `None`: it shows none.
+    learned: tuple[HistoryKey, int] | None
+    #: Number of this event.
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +142,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDue:
-    """All earlier events were handled: a scheduling pass is made if the state has changed."""
+    """All earlier events were handled: a scheduling pass is made if the state has changed.
+
+    `pending` has the task runs to come (`Request.sequence`) whose inputs are not there yet.
+    """
+
+    pending: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +163,20 @@ class Appended:
     done: bool
 
 
-TicketEvent = Submitted | Withdrawn | Attached | BodyBegan | Ended | Moved | NeedLearned
+TaskEvent = Opened | Left | Kept
+TicketEvent = Submitted | Withdrawn | Attached | BodyBegan | Returned | Ended | Moved
 LedgerEvent = Rows | LedgerChanged | Appended
-Event = TicketEvent | LedgerEvent | Read | DevicesLost | Waits | Tick | ScheduleDue | SuspensionsDue
+Event = (
+    TaskEvent
+    | TicketEvent
+    | LedgerEvent
+    | Read
+    | DevicesLost
+    | Waits
+    | Tick
+    | ScheduleDue
+    | SuspensionsDue
+)
 
 
 # Commands.
@@ -179,7 +227,7 @@ class Decide:
 
     ticket: Ticket
     placement: Placement | None = None
-    error: PrefectGPUError | None = None
+    error: PrefectGPUError | NeedLearned | None = None
 
 
 @dataclass(frozen=True, slots=True)

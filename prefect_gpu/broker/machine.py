@@ -6,19 +6,28 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from typing_extensions import assert_never
 
-from prefect_gpu.broker import events, preempting
+from prefect_gpu.broker import events, opening, preempting
 from prefect_gpu.broker.ledger import Changes, Entry, LedgerView
 from prefect_gpu.broker.machine_state import MachineSettings, MachineState
 from prefect_gpu.broker.phases import Phase, Trigger, Wisher
 from prefect_gpu.broker.planning import Plan, make_plan
-from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS, MOST_NEIGHBOURS, Measured, Ticket
+from prefect_gpu.broker.ticket import (
+    BY_HAND,
+    FOR_FIRST_RUNS,
+    MOST_NEIGHBOURS,
+    Measured,
+    NeedLearned,
+    Ticket,
+)
 from prefect_gpu.errors import DeviceError, PrefectGPUError
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Reading, Reservation
 from prefect_gpu.scheduling.preemption import aged_priority
 from prefect_gpu.units import MIB
@@ -54,13 +63,17 @@ class Machine:
         """Handle an event at `now_s` (monotonic seconds), and return commands in order."""
         self._now_s = now_s
         match event:
-            case events.Submitted(ticket):
-                self._submit(ticket)
+            case events.Opened(sequence):
+                bisect.insort(self.known.to_come, sequence)
+            case events.Left(sequence):
+                self.known.leave(sequence)
+            case events.Submitted(ticket, histories, as_of):
+                self._submit(ticket, histories, as_of)
             case events.Withdrawn(ticket):
                 self._end(ticket, Trigger.WITHDRAWN)
             case events.DevicesLost(why):
                 self.lost = why
-                for ticket in tuple(self.known.waiting.values()):
+                for ticket in (*self.known.open.values(), *self.known.waiting.values()):
                     self._refuse(ticket, DeviceError(why))
                 self.dirty = True
             case events.Attached(ticket, pid):
@@ -72,12 +85,14 @@ class Machine:
             case events.BodyBegan(ticket):
                 change = partial(replace, running=True)
                 self._do(events.Rewrite(ticket.request.id, change, announces=False))
+            case events.Returned(ticket):
+                self._claim(ticket, over=True)
             case events.Ended(ticket):
                 self._end(ticket, Trigger.ENDED)
             case events.Moved(ticket, step, text):
                 self._move(ticket, step, text)
-            case events.NeedLearned(ticket, budgets):
-                self._learn(ticket, budgets)
+            case events.Kept():
+                self._take_kept(event)
             case events.Read(reading):
                 self._read(reading)
             case events.Rows(ledger, changes):
@@ -91,7 +106,8 @@ class Machine:
                 self._take_waits(since_s)
             case events.Tick():
                 self._tick()
-            case events.ScheduleDue():
+            case events.ScheduleDue(pending):
+                self._admit(pending)
                 self._schedule()
             case events.SuspensionsDue():
                 self._ask_for_memory()
@@ -111,22 +127,53 @@ class Machine:
 
     # Requests.
 
-    def _submit(self, ticket: Ticket) -> None:
+    def _submit(self, ticket: Ticket, histories: Mapping[str, HistoryKey], as_of: int) -> None:
+        known = self.known
+        known.leave(ticket.request.sequence)
         if self.lost:
             self._do(events.Decide(ticket, error=DeviceError(self.lost)))
-            return
-        self.known.add(ticket)
-        self.known.unwritten[ticket.request.id] = ticket.request
-        self.dirty = True
+        elif any(known.learned.get(key, 0) > as_of for key in histories.values()):
+            self._do(events.Decide(ticket, error=NeedLearned()))
+        else:
+            ticket.histories = histories
+            known.open[ticket.request.id] = ticket
+            if not known.unready:
+                self._admit(frozenset())
 
-    def _refuse(self, ticket: Ticket, error: PrefectGPUError) -> None:
-        """Remove an unplaceable request from the queue, and give its ticket the error."""
+    def _admit(self, pending: frozenset[int]) -> None:
+        """Let open requests join the queue; `pending` is as in `opening.admit`."""
+        known = self.known
+        for ticket, request in opening.admit(known, pending, self._now_s):
+            del known.open[request.id]
+            known.advance(ticket, Trigger.ADMITTED)
+            ticket.request = known.unwritten[request.id] = request
+            known.add(ticket)
+            self.dirty = True
+
+    def _take_kept(self, kept: events.Kept) -> None:
+        known = self.known
+        if kept.over:
+            known.first_runs.pop(kept.sequence, None)
+        if kept.learned is None:
+            return
+        key, need_bytes = kept.learned
+        known.learned[key] = kept.number
+        for ticket in (*known.open.values(), *known.first_runs.values()):
+            if key not in ticket.histories.values():
+                continue
+            if ticket.phase in (Phase.OPEN, Phase.WAITING):
+                self._refuse(ticket, NeedLearned())
+            else:
+                self._learn(ticket, {key.device_name: need_bytes})
+
+    def _refuse(self, ticket: Ticket, error: PrefectGPUError | NeedLearned) -> None:
+        """Remove a request that is not placed from the queue, and give its ticket the error."""
         self.known.remove(ticket)
         self.known.advance(ticket, Trigger.REJECTED)
         if ticket.phase is Phase.GONE:
             self._do(events.Decide(ticket, error=error))
             self._do(events.Release(ticket.request.id))
-        else:
+        elif isinstance(error, PrefectGPUError):
             # The request has a suspended process, which will be ended.
             self._do(events.TellNoReturn(ticket, error))
 
@@ -136,6 +183,7 @@ class Machine:
         if ticket.phase is before:
             return
         known.remove(ticket)
+        self._claim(ticket, over=True)
         ticket.ended_s = self._now_s
         ticket.ended_pid, ticket.pid = ticket.pid, None
         if ticket.ended_pid is not None:
@@ -144,10 +192,14 @@ class Machine:
             # No memory is missing: no process was started, or only a calibration, whose end its caller has seen.
             if ticket.phase is Phase.ENDING:
                 known.advance(ticket, Trigger.RECOVERED)
-            placed = None if before is Phase.WAITING else ticket
+            placed = None if before in (Phase.OPEN, Phase.WAITING) else ticket
             self._do(events.Release(request_id, placed, 0))
         # A request may have blocked others, also while it waited.
         self.dirty = True
+
+    def _claim(self, ticket: Ticket, over: bool) -> None:
+        if ticket.placement is not None:
+            ticket.claims = opening.claims(ticket.placement, ticket.histories, over)
 
     def _move(self, ticket: Ticket, step: Trigger, text: str) -> None:
         known, now_s = self.known, self._now_s
@@ -419,6 +471,9 @@ class Machine:
             else:
                 ticket.placed_s = self._now_s
             ticket.placement = placement
+            self._claim(ticket, over=False)
+            # Another first run of its history may be allowed now.
+            self.dirty = self.dirty or bool(ticket.histories)
             known.recovery.take_baseline(ticket, reading)
             ticket.foreign_before = {
                 device.key: plan.foreign_bytes[device.key] for device in placement.devices

@@ -6,6 +6,7 @@ phase, requests of other brokers, and the ledger as last read; device states and
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from prefect_gpu.broker.ledger import Entry, LedgerView
 from prefect_gpu.broker.phases import WITH_DEVICES, Phase, Trigger, next_phase
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.scheduling.backfill import BlockedStatus, Patience
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
     Device,
@@ -61,7 +63,16 @@ class MachineState:
         self.settings = settings
         #: Waiting requests of this broker, and of other brokers for the same devices.
         self.queue = RequestQueue()
-        # Own requests by id: all except gone ones; in the queue; with devices and no ended process.
+        #: Own task runs (`Request.sequence`) that will make a request, in order, and own requests in the phase `OPEN`.
+        self.to_come: list[int] = []
+        self.open: dict[str, Ticket] = {}
+        #: Task run for whose request open ones wait, and monotonic seconds since when; `None`: they wait for none.
+        self.held: tuple[float, float] | None = None
+        #: By task run (`Request.sequence`): last admitted request of a first run whose run is not kept yet.
+        self.first_runs: dict[int, Ticket] = {}
+        #: By history: number of the last event `Kept` that shows a need.
+        self.learned: dict[HistoryKey, int] = {}
+        # Own requests by id: all except open and gone ones; in the queue; with devices and no ended process.
         self.own: dict[str, Ticket] = {}
         self.waiting: dict[str, Ticket] = {}
         self.placed: dict[str, Ticket] = {}
@@ -158,6 +169,18 @@ class MachineState:
             self.own.pop(request_id, None)
         return before
 
+    @property
+    def unready(self) -> list[int]:
+        """Task runs to come before the last open request. If their inputs are there, they delay it."""
+        last = max((ticket.request.sequence for ticket in self.open.values()), default=0)
+        return self.to_come[: bisect.bisect(self.to_come, last)]
+
+    def leave(self, sequence: int) -> None:
+        """Remove a task run from `to_come`, if it is there."""
+        at = bisect.bisect_left(self.to_come, sequence)
+        if self.to_come[at : at + 1] == [sequence]:
+            del self.to_come[at]
+
     def add(self, ticket: Ticket) -> None:
         """Put an own request into the queue."""
         self.own[ticket.request.id] = self.waiting[ticket.request.id] = ticket
@@ -221,7 +244,8 @@ class MachineState:
         )
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove an own request from the queue, if it is there."""
+        """Remove an own request from the queue, or from the open ones, if it is there."""
+        self.open.pop(ticket.request.id, None)
         if self.waiting.pop(ticket.request.id, None) is not None:
             self.queue.remove(ticket.request)
             self.unwritten.pop(ticket.request.id, None)

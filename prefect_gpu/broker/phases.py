@@ -1,17 +1,18 @@
 """Phases of a request, and the one table of their transitions. Pure.
 
-    WAITING ──placed──▶ PLACED ──started──▶ RUNNING ──ended──▶ ENDING ──recovered──▶ GONE
-                                             │   ▲
-              moving out ┌───────────────────┘   └──────────────┐ moved in
-                         ▼                                      │
-                      LEAVING ──not moved──▶ RUNNING        RETURNING
-                         │                                      ▲
-                         └──moved out──▶ AWAY ──moving in───────┘
-                                          │ ▲
-                                 released ▼ │ placed
-                                        RELEASED
+    OPEN ──admitted──▶ WAITING ──placed──▶ PLACED ──started──▶ RUNNING ──ended──▶ ENDING ──recovered──▶ GONE
+                                                                │   ▲
+                                 moving out ┌───────────────────┘   └──────────────┐ moved in
+                                            ▼                                      │
+                                         LEAVING ──not moved──▶ RUNNING        RETURNING
+                                            │                                      ▲
+                                            └──moved out──▶ AWAY ──moving in───────┘
+                                                             │ ▲
+                                                    released ▼ │ placed
+                                                           RELEASED
 
-A request waits in the queue, is placed on devices, and its process starts. After the end of the process, its devices stay
+A request is open until no earlier task run, and no first run, holds it up (`opening`). Then it waits in the queue, is
+placed on devices, and its process starts. After the end of the process, its devices stay
 reserved until its memory is free. A request that is withdrawn or rejected before it has a process is gone at once.
 
 A process is suspended in steps, which its suspension's thread reports. While its memory is on the host, its devices are
@@ -30,8 +31,7 @@ unchanged until its removal.
 Threads and processes race, so some triggers come late, and the table keeps the phase: a second end, steps of a suspension
 after the process has ended, a report that the memory is on the host after the devices were released.
 
-Not here: the order of tasks whose inputs are computed (`runner.engine_threads`), and phases of a process
-(`runner.process_run`).
+Not here: phases of a process (`runner.process_run`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from prefect_gpu.errors import ProtocolError
 class Phase(Enum):
     """The phases of a request."""
 
+    #: Not in the queue yet.
+    OPEN = "open"
     #: In the queue, without devices or a process.
     WAITING = "waiting"
     #: It has devices, but no process yet.
@@ -69,8 +71,9 @@ class Phase(Enum):
 class Trigger(Enum):
     """Events that change the phase of a request. Steps of a suspension have the values of `suspension.suspended.Stage`."""
 
+    ADMITTED = "admitted"
     PLACED = "placed"
-    #: The request can never be placed.
+    #: The request can never be placed, or is to be made again with another budget.
     REJECTED = "rejected"
     #: Withdrawn before its placement was known.
     WITHDRAWN = "withdrawn"
@@ -90,10 +93,17 @@ class Trigger(Enum):
 
 
 #: Triggers that come from other threads and processes, also after the end of the process.
-_LATE = frozenset(Trigger) - {Trigger.PLACED, Trigger.REJECTED, Trigger.RECOVERED}
+_LATE = frozenset(Trigger) - {Trigger.ADMITTED, Trigger.PLACED, Trigger.REJECTED, Trigger.RECOVERED}
 
 #: Next phase by phase and trigger. A pair that is not here is illegal.
 TRANSITIONS: Mapping[Phase, Mapping[Trigger, Phase]] = {
+    Phase.OPEN: {
+        Trigger.ADMITTED: Phase.WAITING,
+        Trigger.REJECTED: Phase.GONE,
+        Trigger.WITHDRAWN: Phase.GONE,
+        # A process has ended that never started.
+        Trigger.ENDED: Phase.OPEN,
+    },
     Phase.WAITING: {
         Trigger.PLACED: Phase.PLACED,
         Trigger.REJECTED: Phase.GONE,

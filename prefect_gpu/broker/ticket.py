@@ -15,7 +15,13 @@ from queue import SimpleQueue
 from prefect_gpu.broker.phases import Phase, Trigger
 from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
+
+
+class NeedLearned(Exception):  # noqa: N818  # not an error: the request is to be made again
+    """Another run has shown the memory need of a first run that waits for a device."""
+
 
 #: Cause of a suspension by a person.
 BY_HAND = "prefect-gpu suspend"
@@ -43,7 +49,11 @@ class Ticket:
 
     request: Request
     #: Changed only by the machine.
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.OPEN
+    #: By device model: the histories that show no need there, so that the process would be a first run.
+    histories: Mapping[str, HistoryKey] = field(default_factory=dict)
+    #: Of these, the histories whose other first runs wait for this one; set when it joins the queue, and by `opening.claims`.
+    claims: frozenset[HistoryKey] = frozenset()
     #: Last triggers of the phase, for error messages.
     triggers: deque[Trigger] = field(default_factory=lambda: deque(maxlen=10))
     #: Notified when the request is decided.
@@ -52,7 +62,7 @@ class Ticket:
     decided: bool = False
     withdrawn: bool = False
     placement: Placement | None = None
-    error: PrefectGPUError | None = None
+    error: PrefectGPUError | NeedLearned | None = None
     #: Monotonic seconds when the request was placed.
     placed_s: float = 0.0
     #: Id of the process that uses the reservation; `None`: not started, or ended.
@@ -83,7 +93,7 @@ class Ticket:
     on_short: Callable[[Device], None] | None = None
     #: Whether this probe may be suspended instead.
     may_leave: bool = False
-    #: Budgets learned during a suspension, in bytes by device model; see `Broker.learn_need`.
+    #: Budgets learned during a suspension, in bytes by device model; see `events.Kept`.
     learned: Mapping[str, int] | None = None
     #: By device: bytes held by processes of other programs when the request was placed.
     foreign_before: dict[DeviceKey, int] = field(default_factory=dict)
@@ -103,7 +113,9 @@ class Ticket:
         return () if self.placement is None else self.placement.devices
 
     def decide(
-        self, placement: Placement | None = None, error: PrefectGPUError | None = None
+        self,
+        placement: Placement | None = None,
+        error: PrefectGPUError | NeedLearned | None = None,
     ) -> None:
         """Set the placement or the error, and wake the waiting thread; without effect on a withdrawn request."""
         with self.changed:

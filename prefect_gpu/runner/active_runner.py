@@ -7,6 +7,7 @@ process with the same configuration share devices and standbys.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import heapq
 import itertools
@@ -63,7 +64,6 @@ from prefect_gpu.runner.engine_threads import (
     AwaitedFuture,
     Inputs,
     RunnerThreads,
-    SubmitOrder,
     start_engine,
 )
 from prefect_gpu.runner.run_log import flow_summary
@@ -138,7 +138,6 @@ class ActiveRunner:
         self._threads = RunnerThreads(self.pause)
         self._threads.__enter__()
         self._numbers = itertools.count()
-        self._order = SubmitOrder()
         self._client = flow_run.SharedClient()
         self.limits = TagLimits(self._client.lend)
         self._lock = threading.Lock()
@@ -225,21 +224,30 @@ class ActiveRunner:
             live_view().join(self, self.progress)
         with self._lock:
             self._submitted += 1
-        number = plan.sequence if isinstance(plan, TaskPlan) else next_sequence()
-        inputs = Inputs(arguments["parameters"], arguments["wait_for"])
-        place = self._order.add(number, inputs.wait)
-        gpu_task = GPUTask(self, task, plan, place, submitted_at)
+        self._open_place(plan, Inputs(arguments["parameters"], arguments["wait_for"]))
+        gpu_task = GPUTask(self, task, plan, submitted_at)
         run = copy_context().run
         engine = functools.partial(run, self._run_engine, gpu_task, self._client, arguments)
         try:
             future = start_engine(engine, next(self._numbers))
         except CapacityError as error:
             # Without a thread there is no engine. The next task may get one.
-            place.leave()
+            self.leave(plan)
             future = concurrent.futures.Future()
             future.set_result(self._count(task_engine.failed_state(task.name, error)))
         self._remember(future)
         return future
+
+    def _open_place(self, plan: TaskPlan | Exception, inputs: Inputs) -> None:
+        if isinstance(plan, TaskPlan):
+            # The task's own request raises the same error.
+            with contextlib.suppress(Exception):
+                self.broker().open(plan.sequence, inputs.wait)
+
+    def leave(self, plan: TaskPlan | Exception) -> None:
+        """Give up the place of a task run in the order of `submit`, if it has not made its request."""
+        if isinstance(plan, TaskPlan) and self._watched is not None:
+            self._watched.leave(plan.sequence)
 
     def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
         """Return the plan of a task, or the error in its tags; `None`: no GPU task. `around`: tags of the call."""

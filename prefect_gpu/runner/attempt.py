@@ -58,21 +58,27 @@ from prefect_gpu.values.registrations import find_registered
 COUNTERS_INTERVAL_S = 0.1
 
 
-class NeedLearned(Exception):  # noqa: N818  # not an error: it asks again
-    """Raised while a probe waits for a device: another run has shown the task's need, to be used in a new request."""
-
-
 class Attempt:
-    """Process number `number` (from 1) of one task run. For the engine's thread, unless a method says otherwise."""
+    """Process number `number` (from 1) of one task run, which wants devices since `asked_s` (monotonic seconds).
+
+    For the engine's thread, unless a method says otherwise.
+    """
 
     def __init__(
-        self, call: TaskCall, grant: Grant, number: int, broker: Broker, launcher: Launcher
+        self,
+        call: TaskCall,
+        grant: Grant,
+        asked_s: float,
+        number: int,
+        broker: Broker,
+        launcher: Launcher,
     ) -> None:
         self._call = call
         self._plan = call.plan
         self._policy = call.plan.policy
         self._run = call.run
         self._grant = grant
+        self._asked_s = asked_s
         self._number = number
         self._broker = broker
         self._launcher = launcher
@@ -81,8 +87,6 @@ class Attempt:
         #: How the frameworks use the budget; chosen at the placement.
         self._allocation: AllocationMode = "growth"
         self._cancelled = threading.Event()
-        #: Whether another run has shown the task's need: the process no longer waits as a probe.
-        self._need_learned = False
         #: Whether the process was placed as a probe that shares its devices. After a suspension its cap is its budget.
         self.shares = False
         # Set by the placement.
@@ -110,13 +114,6 @@ class Attempt:
         if self._listener is not None:
             # The engine's thread may have returned the value, and the process may hang at its exit.
             self._listener.kill_lingering()
-
-    def learn_need(self, device_name: str, budget_bytes: int) -> None:
-        """Use a need shown by another run: withdraw the request, or count the placed probe at it. From any thread."""
-        if (ticket := self._ticket) is not None:
-            self._need_learned = True
-            if not self._broker.withdraw(ticket):
-                self._broker.learn_need(ticket, {device_name: budget_bytes})
 
     @property
     def whole_device(self) -> bool:
@@ -194,7 +191,7 @@ class Attempt:
         Raises:
             PlacementError: No device is large enough, or none was free in time.
             CancelledByRunner: `cancel` was called.
-            NeedLearned: `learn_need` was called before the placement.
+            NeedLearned: Another run has shown the task's need, so that a new request is to be made.
         """
         try:
             return self._place()
@@ -211,7 +208,7 @@ class Attempt:
             id="",
             task_name=self._plan.task_name,
             sequence=self._plan.sequence,
-            submitted_s=0.0,
+            submitted_s=self._asked_s,
             memory=self._grant.memory,
             count=policy.count,
             devices=policy.devices,
@@ -228,22 +225,18 @@ class Attempt:
             probe_fraction=self._grant.probe_fraction,
             preemptible=policy.preemptible and self._can_be_suspended(),
         )
-        self._ticket = ticket = self._broker.submit(request)
+        self._ticket = ticket = self._broker.submit(
+            request, self._grant.histories, self._grant.as_of
+        )
         ticket.on_recovered = self._take_recovery
-        self._call.place.leave()
         if self._cancelled.is_set():
             self._broker.withdraw(ticket)
         try:
-            placement = self._broker.wait(
-                ticket, policy.wait_s, self._run.show_awaiting, waited_s=self._grant.waited_s
-            )
+            placement = self._broker.wait(ticket, policy.wait_s, self._run.show_awaiting)
         except Withdrawn:
-            if self._need_learned and not self._cancelled.is_set():
-                raise NeedLearned from None
             raise CancelledByRunner from None
         self.shares = any(reservation.probe for reservation in placement.reservations)
-        # The wait for another task run's probe counts, too.
-        queued_s = self._grant.waited_s + ticket.placed_s - ticket.request.submitted_s
+        queued_s = ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(
             placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
         )
@@ -473,6 +466,8 @@ class Attempt:
                 )
         # Waiting threads may keep the last attempt for a long time.
         self._call = self._call.without_arguments()
+        if self._ticket is not None:
+            self._broker.returned(self._ticket)
         with self._lock:
             self._take_report = take_report
         self._hand_on()

@@ -1,12 +1,11 @@
-"""The threads of Prefect's engine, and the order in which their task runs request devices.
+"""The threads of Prefect's engine, and the waits of their task runs.
 
 Each GPU task has a thread, which ends with the task. A `ThreadPoolExecutor` would keep two thousand threads for a flow
 that maps two thousand tasks. The number of threads has no bound: waiting tasks could use up all threads, and none could
 run. The broker limits the processes. `RunnerThreads` runs tasks without a `gpu` tag.
 
-Engine threads reach their bodies in any order. A task run gets its `SubmitTicket` at `submit`. Before it requests a
-budget or a device, it waits for earlier task runs that will make a request within tens of milliseconds. A task run that
-waits for its inputs, or for another's first run, delays no other. `scheduling` orders the requests.
+Engine threads reach their bodies in any order, so the broker keeps the order of `submit` (`broker.opening`). A task run
+whose `Inputs` are not there yet delays no other.
 
 `submit` returns `AwaitedFuture`: in a GPU task's process it tells the broker when the body waits for tasks that it
 submitted (`scheduling.nested`).
@@ -14,7 +13,6 @@ submitted (`scheduling.nested`).
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import sys
@@ -32,16 +30,11 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.collections import visit_collection
 from typing_extensions import Self
 
-from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.engine.task_engine import RunnerTaskRunEngine, run_task
 from prefect_gpu.process_resources import start_thread
 
 #: Prefix of the threads' names.
 NAME = "prefect-gpu-engine"
-
-#: Seconds without an arrival after which a task run no longer waits for earlier ones: one may wait invisibly, as for a
-#: slot of a tag's concurrency limit. Of 200 mapped tasks on two cores, 45 arrived after a later one, by at most 0.1 s.
-PATIENCE_S = 2.0
 
 
 def start_engine(call: Callable[[], Any], number: int) -> Future[Any]:
@@ -91,84 +84,6 @@ class _Executor(ThreadPoolExecutor):
 
     def _run_engine(self, task: Task[..., Any], **arguments: Any) -> State[Any]:
         return run_task(RunnerTaskRunEngine(self._pause, task, arguments), arguments)
-
-
-class SubmitOrder:
-    """A runner's task runs that have not requested a device yet."""
-
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.clock: Clock = clock or RealClock()
-        #: Guards `places` and the attributes of each.
-        self.lock = threading.Lock()
-        #: Sorted by number.
-        self.places: list[SubmitTicket] = []
-
-    def add(self, number: int, waits: Callable[[], bool] = lambda: False) -> SubmitTicket:
-        """Return a new ticket with this number. `waits` returns whether inputs are not done; it must not block."""
-        place = SubmitTicket(self, number, waits)
-        with self.lock:
-            place.insert()
-        return place
-
-    def wake_first(self) -> None:
-        """Wake the first task run that waits for its turn. The caller holds the lock."""
-        if (first := self.first_waiting()) is not None and first.turn is not None:
-            first.turn.notify()
-
-    def first_waiting(self) -> SubmitTicket | None:
-        """Return the first ticket that waits for its turn; `None`: no ticket waits. The caller holds the lock."""
-        return next((each for each in self.places if each.turn is not None), None)
-
-
-class SubmitTicket:
-    """One task run's place in a `SubmitOrder`. For the task run's own thread."""
-
-    def __init__(self, order: SubmitOrder, number: int, waits: Callable[[], bool]) -> None:
-        self._order = order
-        self.number = number
-        #: Returns whether the task run waits for something other than its turn. Called under the lock of the order.
-        self.waits = waits
-        #: Notified when the turn may have come; `None`: the task run does not wait for its turn.
-        self.turn: threading.Condition | None = None
-
-    def insert(self) -> None:
-        """Add the ticket to its order. The caller holds the lock."""
-        bisect.insort(self._order.places, self, key=lambda each: each.number)
-
-    def take_turn(self) -> None:
-        """Wait until no earlier task run is about to make a request; then delay later task runs until `leave`."""
-        order = self._order
-        with order.lock:
-            self.waits = lambda: False
-            if self not in order.places:
-                self.insert()
-            self.turn = threading.Condition(order.lock)
-            while not all(each.waits() for each in self._in_front()):
-                # Only the first waiting task run has a time limit: the others wait for it.
-                limit_s = PATIENCE_S if order.first_waiting() is self else None
-                if not order.clock.wait(self.turn, limit_s):
-                    for each in self._in_front():
-                        if each.turn is None:
-                            order.places.remove(each)
-                    order.wake_first()
-            self.turn = None
-            order.wake_first()
-
-    def yield_while(self, waits: Callable[[], bool]) -> None:
-        """Delay no other task run while `waits`, which must not block, returns true."""
-        with self._order.lock:
-            self.waits = waits
-            self._order.wake_first()
-
-    def leave(self) -> None:
-        """Note that the task run has requested its device, or never will. `take_turn` adds the ticket again."""
-        with self._order.lock:
-            if self in self._order.places:
-                self._order.places.remove(self)
-                self._order.wake_first()
-
-    def _in_front(self) -> list[SubmitTicket]:
-        return self._order.places[: self._order.places.index(self)]
 
 
 class Inputs:

@@ -55,7 +55,7 @@ class History:
     climb: OomHistory
     #: `None`: the process has not run out of memory.
     memory: Memory | None
-    #: Seconds since the process asked for its devices.
+    #: Seconds since the task run wants devices for this process.
     since_s: float
     #: Error of the out-of-memory before this process; `None`: none.
     shortage: BaseException | None = None
@@ -87,7 +87,6 @@ class Retry:
 class AskAgain:
     """Step after a node's refusal: request a device again after `REFUSED_S`, and show `reason` meanwhile."""
 
-    grant: Grant
     reason: Reason
 
 
@@ -107,23 +106,22 @@ Step = Retry | AskAgain | Raise
 
 def next_step(ended: Ended, grant: Grant, history: History) -> Step:
     """Return the step after an ended process, or after a request that was not placed (`ChildRefused`)."""
-    again = replace(grant, waited_s=0.0)
     match ended.outcome:
         case Lost(why):
             # No process of this task is moved again: at most one loss for each move in progress.
-            return Retry(again, f"The process was lost in a move: {why}; the body runs again")
+            return Retry(grant, f"The process was lost in a move: {why}; the body runs again")
         case EndedForOthers():
             return Retry(
-                replace(again, probe_fraction=0.0, alone_because="it was ended once"),
+                replace(grant, histories={}, probe_fraction=0.0, alone_because="it was ended once"),
                 "Ended, since first runs beside it grow and its device runs short of memory; it runs again with "
                 "a device to itself",
             )
         case ChildRefused(NodeRefusedError() as error):
             # The task run returns to its place in the queue; the node's state is known by the next reading.
-            waited_s, limit_s = grant.waited_s + history.since_s, history.policy.wait_s
-            if limit_s is None or waited_s < limit_s:
+            limit_s = history.policy.wait_s
+            if limit_s is None or history.since_s < limit_s:
                 reason = Reason(WaitKind.OTHER_NODE, at=error.node, detail=error.problem)
-                return AskAgain(replace(grant, waited_s=waited_s + REFUSED_S), reason)
+                return AskAgain(reason)
             limit = format_seconds(limit_s)
             return Raise(PlacementTimeoutError(f"gpu:wait={limit} is over: {error}"))
         case ChildRefused(PlacementError() as error) if history.shortage is not None:
@@ -144,7 +142,7 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
         note = ladder.last_words(cause, evidence, rung, capacity, memory.kind)
         return Raise(ended.error, note, Shortage(cause, ladder.needed_bytes(evidence), None))
     return Retry(
-        replace(again, memory=rung.budget_bytes, after_oom=True, probe_fraction=0.0),
+        replace(grant, memory=rung.budget_bytes, histories={}, after_oom=True, probe_fraction=0.0),
         f"Out of memory: {rung.reason} ({ended.said})",
         Shortage(cause, ladder.needed_bytes(evidence), rung),
     )

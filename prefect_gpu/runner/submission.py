@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prefect import Task
 from typing_extensions import assert_never
 
-from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.broker import Broker, NeedLearned
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
 from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, in_place_of, run_engine
@@ -32,13 +32,11 @@ from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner import next_step as steps
-from prefect_gpu.runner.attempt import Attempt, NeedLearned
+from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
-from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import OomHistory
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
@@ -69,8 +67,6 @@ class BodyRun:
     #: In order; at most `ladder.MOST_PROCESSES`.
     _attempts: list[Attempt] = field(default_factory=list, init=False)
     _over: threading.Event = field(default_factory=threading.Event, init=False)
-    #: Histories for which the process is a probe that may share its devices.
-    _probed: frozenset[HistoryKey] = field(default=frozenset(), init=False)
 
     def __post_init__(self) -> None:
         self._policy = self._call.plan.policy
@@ -80,7 +76,6 @@ class BodyRun:
         with self._lock:
             self._cancelled = True
             attempts = tuple(self._attempts)
-        self._book.gate.release()
         for attempt in attempts:
             # Attempts before the last may hang at their exit.
             attempt.cancel()
@@ -121,7 +116,7 @@ class BodyRun:
     def waiting(self) -> WaitingTask:
         """Return the call's row in the live view while it has no devices. From any thread."""
         run = self._call.run
-        # Without a process the call waits for the first run of its task.
+        # Without a process its budget is being chosen.
         seconds, reason = None, run.awaits
         if (last := self._last_attempt) is not None:
             seconds, reason = last.why_it_waits()
@@ -138,34 +133,25 @@ class BodyRun:
         try:
             return self._run_processes()
         finally:
-            # The run may end before its request, and Prefect may retry it later.
-            self._call.place.leave()
             self._over.set()
             # A Prefect context may keep this object, so the arguments are released.
             self._call = self._call.without_arguments()
 
     def _run_processes(self) -> object:
+        asked_s = time.monotonic()
         grant = self._first_grant()
         whole_bytes = 0
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
-            attempt = Attempt(self._call, grant, number, self._broker, self._launcher)
+            attempt = Attempt(self._call, grant, asked_s, number, self._broker, self._launcher)
             step: steps.Step | None = None
             short: steps.Shortage | None = None
             goes_on = False
-            began_s = time.monotonic()
             try:
                 self._add(attempt)
-                self._book.begin_probe(self._probed, attempt.learn_need)
                 try:
                     placement = attempt.place()
-                    # A probe on one device model says nothing about others.
-                    grant = self._book.keep(grant, placement.devices[0].name)
-                    if attempt.shares:
-                        # The next task run with this history may make its request now.
-                        self._book.gate.release(grant.claims)
-                        grant = replace(grant, claims=frozenset())
                     whole_bytes = grant.whole_bytes.get(placement.devices[0].name, 0)
                     ended = attempt.run()
                 except PlacementError as error:
@@ -176,7 +162,7 @@ class BodyRun:
                     self._policy,
                     replace(self.climb, whole_device=attempt.whole_device),
                     self._memory(attempt, whole_bytes),
-                    time.monotonic() - began_s,
+                    time.monotonic() - asked_s,
                     out_of_memory,
                 )
                 step = steps.next_step(ended, grant, history)
@@ -188,7 +174,7 @@ class BodyRun:
                     case steps.Retry(_, warning, short):
                         self._call.run.warn(warning)
                         out_of_memory = out_of_memory if short is None else ended.error
-                    case steps.AskAgain(_, reason):
+                    case steps.AskAgain(reason):
                         if time.monotonic() - told_s >= TELL_S:
                             told_s = time.monotonic()
                             self._call.run.show_awaiting(reason)
@@ -198,29 +184,23 @@ class BodyRun:
             except NeedLearned:
                 pass
             finally:
-                self._book.end_probe(self._probed, attempt.learn_need)
-                # The next process, if there is one, keeps the grant.
-                over = self._probed if attempt.shares else frozenset()
-                # Task runs with this history wait until the run is kept, once its memory is recovered.
-                self._book.gate.begin_end(over)
-                take = functools.partial(self._take_report, grant, not goes_on, over)
+                # After a first run that shared its device, the next process is no first run.
+                take = functools.partial(self._take_report, attempt.shares or not goes_on)
                 attempt.close(take, short)
             if isinstance(step, steps.Retry):
                 # Reports must come in the order of the processes: Prefect shows the newest.
                 attempt.finished.wait(ENDING_S)
-                grant, number = step.grant, next(self._numbers)
+                grant, number, asked_s = step.grant, next(self._numbers), time.monotonic()
                 if short is not None and short.rung is not None:
-                    self._probed, self.climb = frozenset(), short.rung.climb
+                    self.climb = short.rung.climb
                 continue
             # There was no process.
             if isinstance(step, steps.AskAgain):
                 self._over.wait(steps.REFUSED_S)
-                grant = step.grant
             with self._lock:
                 self._attempts.remove(attempt)
             if step is None:
-                waited_s = grant.waited_s + time.monotonic() - began_s
-                grant = replace(self._first_grant(), waited_s=waited_s)
+                grant = self._first_grant()
 
     def _add(self, attempt: Attempt) -> None:
         with self._lock:
@@ -230,13 +210,10 @@ class BodyRun:
             attempt.cancel()
 
     def _first_grant(self) -> Grant:
-        policy = self._policy
+        policy, as_of = self._policy, self._broker.runs_kept
         capacities = self._broker.capacities(policy.devices, policy.nodes)
-        grant = self._book.grant(self._call, capacities, lambda: self._cancelled)
-        if grant is None:
-            raise CancelledByRunner
-        grant = replace(grant, capacity_bytes=_most_of_each(capacities, policy.count))
-        self._probed = grant.claims if grant.probe_fraction else frozenset()
+        most = _most_of_each(capacities, policy.count)
+        grant = replace(self._book.grant(self._call, capacities), capacity_bytes=most, as_of=as_of)
         if self.climb.whole_device:
             return replace(grant, memory=None, after_oom=True, probe_fraction=0.0)
         if isinstance(grant.memory, int) and grant.memory < self.climb.reached_bytes:
@@ -254,17 +231,14 @@ class BodyRun:
         alike = len({device.name for device in capacities}) == 1
         return steps.Memory(evidence, capacity, whole_bytes, alike, self._broker.kind)
 
-    def _take_report(
-        self, grant: Grant, release: bool, ended: frozenset[HistoryKey], report: TaskReport | None
-    ) -> None:
-        """Keep a process's report (`None`: there was no process), release its grant, and pass the report on."""
+    def _take_report(self, over: bool, report: TaskReport | None) -> None:
+        """Keep a process's report (`None`: there was no process), and pass it on. `over` is as in `Broker.kept`."""
+        learned = None
         try:
             if report is not None:
-                self._book.take(self._call.identity, report)
+                learned = self._book.take(self._call.identity, report)
         finally:
-            if release and grant.claims:
-                self._book.gate.release(grant.claims)
-            self._book.gate.end(ended)
+            self._broker.kept(self._call.plan.sequence, over, learned)
             if report is not None:
                 self._report(report)
 
@@ -289,7 +263,6 @@ class GPUTask:
     _runner: ActiveRunner
     _task: Task[..., Any]
     _plan: TaskPlan | Exception
-    _place: SubmitTicket
     #: The user's line that submitted the task; `None`: not known.
     _submitted_at: CallingLine | None
     #: One count for all calls of the body: Prefect's retries are further calls.
@@ -314,7 +287,7 @@ class GPUTask:
             limits, pause = self._runner.limits, self._runner.pause
             return run_engine(client, limits, self._task, body, arguments, pause)
         finally:
-            self._place.leave()
+            self._runner.leave(self._plan)
             if announced is not None:
                 announced.retract()
 
@@ -335,6 +308,8 @@ class GPUTask:
             )
             raise
         finally:
+            # Prefect may try again much later.
+            self._runner.leave(self._plan)
             run.end()
 
     def _run_body(self, run: EngineRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -347,9 +322,7 @@ class GPUTask:
             with argument_files().share() as share:
                 plan, runner = self._plan, self._runner
                 identity = plan.identity(args, kwargs, run.flow_name)
-                call = TaskCall(
-                    plan, run, identity, args, kwargs, share, self._place, self._standby
-                )
+                call = TaskCall(plan, run, identity, args, kwargs, share, self._standby)
                 broker, book, report = runner.broker(), runner.book(), runner.report
                 self._last = body = BodyRun(
                     call, self._climb, self._numbers, broker, self._launcher, book, report

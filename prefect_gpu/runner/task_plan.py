@@ -50,7 +50,6 @@ from prefect_gpu.frameworks.torch_adapter import reduce_large
 from prefect_gpu.policy import GPUPolicy, why_alone
 from prefect_gpu.processes.messages import Call
 from prefect_gpu.reports.markup import clean_name, is_secret
-from prefect_gpu.runner.engine_threads import SubmitTicket
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import DeviceKind
 from prefect_gpu.scheduling.probes import AT_ONCE_FRACTION
@@ -208,8 +207,6 @@ class TaskCall:
     kwargs: dict[str, Any]
     #: Keeps the memory files of the arguments.
     share: Share
-    #: Its place among task runs that have not requested a device yet.
-    place: SubmitTicket
     #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     standby: str = ""
 

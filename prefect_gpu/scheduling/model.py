@@ -18,6 +18,9 @@ ONLY_ON: Mapping[DeviceKind, str] = {
     "simulated": " (simulated devices only)",
 }
 
+#: More bytes than any device has: a request for them is never placed.
+NEVER_BYTES = 1 << 60
+
 #: Machine and UUID of a device: a UUID is unique on its machine only.
 DeviceKey = tuple[str, str]
 
@@ -159,7 +162,7 @@ class Request:
     task_name: str
     #: Order of arrival: nanoseconds of the machine's monotonic clock at `submit`, no two equal in a process.
     sequence: int
-    #: Monotonic seconds when the request was made.
+    #: Monotonic seconds since when the task run wants these devices; 0: since the request was made.
     submitted_s: float
     memory: Memory = None
     #: Number of devices asked for, all on one node.

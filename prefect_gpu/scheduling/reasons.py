@@ -32,6 +32,7 @@ class WaitKind(enum.Enum):
     DEVICE_MEMORY = "{asked}; most free {free}{at}"
     FIRST_RUN_MEMORY = "{asked} (first run, memory need unknown); most free {free}{at}"
     RESERVED_MEMORY = "{asked}; most free {free}{at}, the rest reserved for first runs: {tasks}"
+    EARLIER = "earlier task runs to ask for their devices"
     FIRST_RUN = "the first run of {tasks} to show how much memory it needs"
     RESUME = "prefect-gpu resume: its memory is {r.detail}"
     ROOM = "room, suspended for {r.suspended_for}: its memory is {r.detail}"

@@ -10,10 +10,10 @@ import pytest
 from prefect import flow, runtime, task
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.broker import opening
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import SettingError
-from prefect_gpu.runner import engine_threads
 from prefect_gpu.testing import SimulatedDevices, allocate
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -64,7 +64,7 @@ def test_a_task_is_expected_to_take_as_long_as_its_earlier_runs(
 def test_tasks_start_in_the_order_in_which_they_were_submitted(
     monkeypatch: pytest.MonkeyPatch, tags: list[str]
 ) -> None:
-    monkeypatch.setattr(engine_threads, "PATIENCE_S", DEADLOCK_S)
+    monkeypatch.setattr(opening, "PATIENCE_S", DEADLOCK_S)
 
     def name() -> str:
         """The engine of the first task is the slowest, and that of the second comes before it."""

@@ -9,8 +9,8 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu.broker import opening
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.runner import engine_threads
 from prefect_gpu.scheduling import probes
 from prefect_gpu.testing import SimulatedDevices
 from prefect_gpu.units import GIB
@@ -32,7 +32,7 @@ def test_first_runs_of_different_tasks_are_on_one_device_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # None goes before the first, whose history may be read for some seconds on a busy machine.
-    monkeypatch.setattr(engine_threads, "PATIENCE_S", DEADLOCK_S)
+    monkeypatch.setattr(opening, "PATIENCE_S", DEADLOCK_S)
     futures: list[Any] = []
 
     def flow_of_unknown() -> list[Any]:

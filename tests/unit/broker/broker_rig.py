@@ -17,6 +17,7 @@ from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.machine import Machine
 from prefect_gpu.clock import DEADLOCK_S, FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import (
     DeviceSnapshot,
     Placement,
@@ -105,7 +106,11 @@ class Rig:
         broker = others.pop("broker", self.broker)
         sequence = others.pop("sequence", None)
         sequence = next_sequence() if sequence is None else sequence
-        ticket = broker.submit(Request("", name, sequence, 0.0, memory, **others))
+        histories = others.pop("histories", None)
+        if histories is None and others.get("probe_fraction"):
+            histories = histories_of(self.reader, name)
+        request = Request("", name, sequence, 0.0, memory, **others)
+        ticket = broker.submit(request, histories, broker.runs_kept)
         assert isinstance(ticket, Ticket)
         ticket.on_recovered = lambda size: self.recovered.put((name, size))
         self.brokers[ticket.request.id] = broker
@@ -127,6 +132,11 @@ class Rig:
             self.reader.allocate(pid, uuid, int(gib * GIB))
         self.broker_of(ticket).attach(ticket, pid)
         return pid
+
+    def learn(self, ticket: Ticket, need: float, model: str | None = None) -> None:
+        """Have another run of a ticket's task show how many GiB it needs."""
+        key = HistoryKey(ticket.request.task_name, "body", model or ticket.devices[0].name)
+        self.broker_of(ticket).kept(next_sequence(), True, (key, int(need * GIB)))
 
     def exit(self, ticket: Ticket) -> None:
         """End the process of a request; its memory is free."""
@@ -174,6 +184,11 @@ class Rig:
         for broker in self.all:
             broker.refresh()
             broker.give_up("the test is over")
+
+
+def histories_of(reader: Reader, name: str) -> dict[str, HistoryKey]:
+    """Return the histories of a task of which no run is known, by device model."""
+    return {model: HistoryKey(name, "body", model) for model in {d.name for d in reader.devices()}}
 
 
 def indices(ticket: Ticket) -> list[int]:

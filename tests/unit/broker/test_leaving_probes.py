@@ -113,7 +113,7 @@ def test_it_comes_back_only_where_its_whole_cap_fits(
     # 8 GiB are free, which is what it holds. New first runs do not take them before it.
     assert new.hear() == [True] and rig.waits(third)
     # It is known what the other one needs.
-    rig.broker.learn_need(old.ticket, {old.ticket.devices[0].name: 16 * GIB})
+    rig.learn(old.ticket, 16)
     rig.broker.look()
     assert new.hear() == [True]
     rig.exit(old.ticket)
@@ -125,7 +125,7 @@ def test_it_comes_back_only_where_its_whole_cap_fits(
 
 def test_one_whose_need_is_known_by_now_stays(rig: Rig, two: tuple[FirstRun, FirstRun]) -> None:
     old, new = two
-    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 7 * GIB})
+    rig.learn(new.ticket, 7)
     old.grow(15)
     assert new.hear() == []
 
@@ -137,7 +137,7 @@ def test_what_is_learned_while_it_leaves_does_not_take_its_room(
     cap = new.entry.reservations[0].reserved_bytes
     old.grow(15)
     assert new.hear() == [True]
-    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 7 * GIB})
+    rig.learn(new.ticket, 7)
     new.move_out()
     assert new.entry.request.memory == cap
 
@@ -189,7 +189,7 @@ def test_what_is_learned_of_one_that_was_asked_counts_once_it_has_refused(
     old, new = two
     old.grow(15)
     assert new.hear() == [True]
-    rig.broker.learn_need(new.ticket, {new.ticket.devices[0].name: 9 * GIB})
+    rig.learn(new.ticket, 9)
     assert new.entry.reservations[0].reserved_bytes > 9 * GIB
     rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
     rig.broker.look()
@@ -249,7 +249,7 @@ def test_a_task_of_higher_priority_starts_in_the_room_that_it_left(
     rig: Rig, two: tuple[FirstRun, FirstRun]
 ) -> None:
     old, new = two
-    rig.broker.learn_need(old.ticket, {old.ticket.devices[0].name: 16 * GIB})
+    rig.learn(old.ticket, 16)
     known = rig.submit("known", 6, priority=1)
     old.grow(15)
     assert rig.waits(known)

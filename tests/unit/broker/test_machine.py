@@ -133,7 +133,7 @@ def test_an_event_that_cannot_come_raises_with_the_last_ones_of_its_request(
     machine.handle(events.Appended(plan_of(machine, a).plan, True), 1.0)
     machine.handle(events.Attached(a, 7), 1.0)
     with pytest.raises(
-        IllegalTransition, match=r"'away' came when running; before: placed, started"
+        IllegalTransition, match=r"'away' came when running; before: admitted, placed, started"
     ):
         machine.handle(events.Moved(a, Trigger.MOVED_OUT, "away"), 1.0)
     assert a.phase is Phase.RUNNING

@@ -8,19 +8,20 @@ from prefect_gpu.broker.phases import IllegalTransition, Phase, Trigger, next_ph
 
 #: Next phases by trigger, in the order of `Phase`: `.` the same one, `!` illegal.
 TABLE = """
-             WAITING PLACED  RUNNING LEAVING AWAY      RELEASED RETURNING ENDING GONE
-PLACED       PLACED  !       !       !       !         AWAY     !         !      !
-REJECTED     GONE    !       !       !       !         .        !         !      !
-WITHDRAWN    GONE    GONE    !       !       !         !        !         .      .
-STARTED      !       RUNNING .       !       !         !        !         .      .
-ENDED        .       GONE    ENDING  ENDING  ENDING    ENDING   ENDING    .      .
-RECOVERED    !       !       !       !       !         !        !         GONE   !
-NOT_MOVED    !       !       .       RUNNING !         !        !         .      .
-MOVING_OUT   !       !       LEAVING .       !         !        !         .      .
-MOVED_OUT    !       !       !       AWAY    .         .        AWAY      .      .
-RELEASED     !       !       !       !       RELEASED  !        !         .      .
-MOVING_IN    !       !       !       !       RETURNING !        !         .      .
-MOVED_IN     !       !       !       !       !         !        RUNNING   .      .
+             OPEN    WAITING PLACED  RUNNING LEAVING AWAY      RELEASED RETURNING ENDING GONE
+ADMITTED     WAITING !       !       !       !       !         !        !         !      !
+PLACED       !       PLACED  !       !       !       !         AWAY     !         !      !
+REJECTED     GONE    GONE    !       !       !       !         .        !         !      !
+WITHDRAWN    GONE    GONE    GONE    !       !       !         !        !         .      .
+STARTED      !       !       RUNNING .       !       !         !        !         .      .
+ENDED        .       .       GONE    ENDING  ENDING  ENDING    ENDING   ENDING    .      .
+RECOVERED    !       !       !       !       !       !         !        !         GONE   !
+NOT_MOVED    !       !       !       .       RUNNING !         !        !         .      .
+MOVING_OUT   !       !       !       LEAVING .       !         !        !         .      .
+MOVED_OUT    !       !       !       !       AWAY    .         .        AWAY      .      .
+RELEASED     !       !       !       !       !       RELEASED  !        !         .      .
+MOVING_IN    !       !       !       !       !       RETURNING !        !         .      .
+MOVED_IN     !       !       !       !       !       !         !        RUNNING   .      .
 """
 NAMES, *ROWS = (line.split() for line in TABLE.strip().splitlines())
 CELLS = [

@@ -36,7 +36,7 @@ def recorded(tmp_path: Path) -> Path:
         rig.start(probe, 4)
         probe.stand_in_bytes, probe.may_leave = 5 * GIB, True
     rig.broker.look()
-    rig.broker.learn_need(probes[0], {probes[0].devices[0].name: 6 * GIB})
+    rig.learn(probes[0], 6)
     refused, withdrawn = rig.submit("refused", 99), rig.submit("withdrawn", 20)
     rig.decided(refused)
     assert rig.broker.withdraw(withdrawn)

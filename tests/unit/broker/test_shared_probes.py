@@ -42,9 +42,9 @@ def test_a_task_with_a_budget_starts_beside_a_probe_once_its_need_is_learned(rig
     known = rig.submit("b", 6)
     rig.start(probe, 2)
     assert rig.waits(known)
-    rig.broker.learn_need(probe, {"another model": GIB})
+    rig.learn(probe, 1, "another model")
     assert rig.waits(known)
-    rig.broker.learn_need(probe, {probe.devices[0].name: 3 * GIB})
+    rig.learn(probe, 3)
     rig.decided(known)
     sizes = {r.task_name: r.reserved_bytes for r in rig.reservations()}
     assert sizes == {"a": 3 * GIB, "b": 6 * GIB}

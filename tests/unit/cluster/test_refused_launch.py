@@ -57,24 +57,16 @@ def test_a_person_sees_why_it_waits_and_not_with_each_refusal() -> None:
 
 def test_a_node_that_always_refuses_does_not_outlast_the_wait() -> None:
     scene = Scene(REFUSED, REFUSED, wait_s=0.0, memory=None)
-    released = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scene.gate, "release", released.append)
-        with pytest.raises(
-            PlacementTimeoutError, match=r"is over: node a .* refused the task: 4GiB"
-        ):
-            scene.call.run()
-    assert scene.numbers == [1]
-    assert len(released) == 1
-
-
-def test_a_budget_that_was_given_is_given_back_once_after_refusals() -> None:
-    scene = Scene(REFUSED, 7, memory=None)
-    released = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scene.gate, "release", released.append)
+    with pytest.raises(PlacementTimeoutError, match=r"is over: node a .* refused the task: 4GiB"):
         scene.call.run()
-    assert len(released) == 1
+    assert scene.numbers == [1]
+    assert [over for over, _ in scene.kept] == [True]
+
+
+def test_a_task_run_that_is_refused_is_still_the_first_run() -> None:
+    scene = Scene(REFUSED, 7, memory=None)
+    scene.call.run()
+    assert [over for over, _ in scene.kept] == [False, True]
 
 
 def test_a_task_that_is_cancelled_after_a_refusal_ends() -> None:

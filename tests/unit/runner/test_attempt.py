@@ -47,7 +47,6 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.engine_threads import SubmitOrder
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -96,7 +95,7 @@ class FakeBroker:
 
     kind = "simulated"
     processes = 1
-    mark_running = refresh = staticmethod(lambda *ticket: None)
+    mark_running = returned = refresh = staticmethod(lambda *ticket: None)
     neighbours = staticmethod(lambda ticket: ())
     withdraw = staticmethod(lambda ticket: False)
     foreign_growth_bytes = staticmethod(lambda ticket: 0)
@@ -106,11 +105,11 @@ class FakeBroker:
         self.ticket: Ticket
         self.waits: Callable[[], None] = lambda: None
 
-    def submit(self, request: Request) -> Ticket:
+    def submit(self, request: Request, histories: Any, as_of: int) -> Ticket:
         self.ticket = Ticket(replace(request, id="1"))
         return self.ticket
 
-    def wait(self, ticket: Ticket, *limits: Any, waited_s: float) -> Placement:
+    def wait(self, ticket: Ticket, *limits: Any) -> Placement:
         self.waits()
         ticket.placement = Placement("1", self.reader.devices(), (6 * GIB,))
         return ticket.placement
@@ -161,9 +160,9 @@ class Scene:
         policy = GPUPolicy(memory=6 * GIB, **asks)
         plan = TaskPlan("task", "task-1a", body, policy, (), (), (), timeout_s, 0)
         with argument_files().share() as share:
-            place, who = SubmitOrder().add(0), HistoryKey("task", "body")
-            call = TaskCall(plan, self.run, who, (), {}, share, place)  # type: ignore[arg-type]
-            self.attempt = Attempt(call, Grant(6 * GIB, "tag"), 1, self.broker, self.child)  # type: ignore[arg-type]
+            who, now_s = HistoryKey("task", "body"), time.monotonic()
+            call = TaskCall(plan, self.run, who, (), {}, share)  # type: ignore[arg-type]
+            self.attempt = Attempt(call, Grant(6 * GIB, "tag"), now_s, 1, self.broker, self.child)  # type: ignore[arg-type]
 
     def go(self) -> Any:
         """Run the attempt as the engine's thread does."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from prefect_gpu.broker.broker import NeedLearned
+from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError
@@ -22,9 +24,7 @@ from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
-from prefect_gpu.runner.attempt import NeedLearned
-from prefect_gpu.runner.budgets import BudgetBook, Grant, ProbeGate
-from prefect_gpu.runner.engine_threads import SubmitOrder
+from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers
 from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
@@ -64,17 +64,12 @@ class FakeAttempt:
         self.cancelled = threading.Event()
         self.shares = grant.memory is None and grant.probe_fraction > 0
         self.whole_device = grant.memory is None and not self.shares
-        #: What it was told that it needs.
-        self.learned: list[Any] = []
         self._budget = grant.memory if isinstance(grant.memory, int) else CAPACITY
         self._report: TaskReport | None = None
         self._take: Callable[[TaskReport | None], None] | None = None
 
     def cancel(self) -> None:
         self.cancelled.set()
-
-    def learn_need(self, *need: Any) -> None:
-        self.learned.append(need)
 
     def evidence(self) -> Evidence | None:
         seen = self._ends
@@ -104,7 +99,7 @@ class FakeAttempt:
         if self._ends == "wait":
             assert self.cancelled.wait(DEADLOCK_S)
             return Ended(Cancelled(), CancelledByRunner(), "")
-        failed = isinstance(self._ends, OutOfMemory)
+        failed = isinstance(self._ends, (OutOfMemory, Lost))
         outcome = "oom" if failed else "completed"
         self._report = task_report(outcome=outcome, budget_bytes=self._budget)
         full = Full("no room")
@@ -113,7 +108,7 @@ class FakeAttempt:
                 return Ended(OutOfMemoryEnd(full), full, "Full: no room")
             case NodeRefusedError():
                 return Ended(ChildRefused(self._ends), self._ends, "")
-            case EndedForOthers():
+            case EndedForOthers() | Lost():
                 return Ended(self._ends, RuntimeError(), "")
         return Done(self._ends)
 
@@ -151,8 +146,9 @@ class Scene:
         self.closed = threading.Semaphore(0)
         self.reports: list[TaskReport] = []
         self.history = MemoryHistory()
-        self.gate = ProbeGate()
-        self.book = BudgetBook(MemoryHistory(), self.gate, self.history)
+        #: What the broker was told after each process: whether the task run is no first run any more, and what was learned.
+        self.kept: list[tuple[bool, Any]] = []
+        self.book = BudgetBook(MemoryHistory(), self.history)
         left = list(ends)
 
         def new_attempt(grant: Grant, number: int) -> FakeAttempt:
@@ -163,11 +159,15 @@ class Scene:
         broker = SimpleNamespace(
             kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
+            runs_kept=0,
+            kept=lambda sequence, over, learned: self.kept.append((over, learned)),
             new_attempt=new_attempt,
         )
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
         self.run = SimpleNamespace(show_awaiting=lambda why: None, warn=self.told.append)
-        plan = SimpleNamespace(policy=policy, probe_fraction=probe_fraction, alone_because=None)
+        plan = SimpleNamespace(
+            policy=policy, probe_fraction=probe_fraction, alone_because=None, sequence=7
+        )
         call = TaskCall(
             plan=plan,  # type: ignore[arg-type]
             run=self.run,  # type: ignore[arg-type]
@@ -175,7 +175,6 @@ class Scene:
             args=(),
             kwargs={},
             share=SimpleNamespace(),  # type: ignore[arg-type]
-            place=SubmitOrder().add(0),
         )
         self.call = BodyRun(
             call,
@@ -207,18 +206,15 @@ class Scene:
             thread.join(DEADLOCK_S)
 
     @property
-    def probed(self) -> bool:
-        """Whether a probe of the task exists; if not, it does from now on."""
-        return not self.gate.claim([WHO.on(device().name)])
-
-    @property
     def budgets(self) -> list[Any]:
         return [attempt.grant.memory for attempt in self.attempts]
 
 
 @pytest.fixture(autouse=True)
 def _attempts_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(call: Any, grant: Grant, number: int, broker: Any, launcher: Any) -> FakeAttempt:
+    def make(
+        call: Any, grant: Grant, asked_s: float, number: int, broker: Any, launcher: Any
+    ) -> FakeAttempt:
         made: FakeAttempt = broker.new_attempt(grant, number)
         return made
 
@@ -302,16 +298,15 @@ def test_an_out_of_memory_caused_by_others_keeps_the_budget_and_then_gets_a_whol
     assert [report.cause for report in scene.reports] == ["foreign"] * 3 + [""]
 
 
-def test_a_log_that_fails_leaves_no_claim() -> None:
+def test_a_log_that_fails_ends_the_first_run() -> None:
     def fail(text: str) -> None:
         raise OSError("no log")
 
     scene = Scene(own_cap(), memory=None, allocation="growth")
-    scene.gate.release([WHO.on(device().name)])
     scene.run.warn = fail
     with pytest.raises((OSError, Full)):
         scene.call.run()
-    assert not scene.probed
+    assert [over for over, _ in scene.kept] == [True]
 
 
 def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
@@ -370,26 +365,34 @@ def test_a_process_whose_end_is_never_known_holds_up_the_next_for_a_while_only(
     assert len(scene.attempts) == 2
 
 
-def test_a_probe_holds_its_claim_until_its_report_is_in() -> None:
+def test_a_task_run_is_the_first_run_until_its_report_is_in() -> None:
     scene = Scene("done", late=True, memory=None, allocation="growth")
     scene.call.run()
-    assert scene.probed
+    assert scene.kept == []
     scene.attempts[0].hand_on()
-    assert not scene.probed
+    ((over, learned),) = scene.kept
+    assert over and learned[0] == WHO.on(device().name)
 
 
-def test_a_probe_that_shares_a_device_leaves_its_claim_once_it_is_placed() -> None:
-    scene = Scene("wait", memory=None, allocation="growth", probe_fraction=1.0)
-    shows = task_report(outcome="completed", peak_live_bytes=GIB)
-    with scene.running():
-        while scene.probed or not scene.attempts:
-            scene.gate.release([WHO.on(device().name)])
-        # What another run shows while it runs is told to it.
-        scene.book.take(WHO, shows)
-        ((name, budget),) = scene.attempts[0].learned
-        assert name == device().name and GIB < budget < 3 * GIB
-    scene.book.take(WHO, shows)
-    assert len(scene.attempts[0].learned) == 1
+def test_a_first_run_that_shared_its_device_is_over_with_its_process() -> None:
+    scene = Scene(
+        EndedForOthers("device 0"), 7, memory=None, allocation="growth", probe_fraction=1.0
+    )
+    scene.call.run()
+    assert [over for over, _ in scene.kept] == [True, True]
+
+
+def test_a_first_run_that_is_lost_is_the_first_run_again() -> None:
+    scene = Scene(Lost("gone"), "done", memory=None, allocation="growth", late=True)
+    thread = threading.Thread(target=scene.call.run)
+    thread.start()
+    assert scene.closed.acquire(timeout=DEADLOCK_S)
+    assert scene.kept == []
+    scene.attempts[0].hand_on()
+    thread.join(DEADLOCK_S)
+    assert scene.kept == [(False, None)]
+    scene.attempts[1].hand_on()
+    assert [over for over, _ in scene.kept] == [False, True]
 
 
 def test_a_probe_that_was_ended_for_others_runs_again_with_a_device_to_itself() -> None:
@@ -448,13 +451,4 @@ def test_it_can_be_cancelled_while_a_process_runs() -> None:
             pass
     assert isinstance(raised[0], CancelledByRunner)
     assert scene.call.wait_finished(1)
-    assert not scene.probed
-
-
-def test_it_can_be_cancelled_while_it_waits_for_a_probe() -> None:
-    scene = Scene(memory=None, allocation="growth")
-    assert not scene.probed
-    with scene.running() as raised:
-        pass
-    assert isinstance(raised[0], CancelledByRunner)
-    assert not scene.attempts
+    assert [over for over, _ in scene.kept] == [True]

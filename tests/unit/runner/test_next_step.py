@@ -17,7 +17,6 @@ from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused
 from prefect_gpu.runner import process_run as run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.next_step import (
-    REFUSED_S,
     AskAgain,
     Ended,
     History,
@@ -28,12 +27,13 @@ from prefect_gpu.runner.next_step import (
     Step,
     next_step,
 )
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import Evidence, OomHistory
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.units import GIB
 
-GRANT = Grant(2 * GIB, "tag", waited_s=5.0, probe_fraction=0.5)
-HISTORY = History(GPUPolicy(), OomHistory(), None, since_s=1.0)
+GRANT = Grant(2 * GIB, "tag", histories={"A": HistoryKey("a", "a", "A")}, probe_fraction=0.5)
+HISTORY = History(GPUPolicy(), OomHistory(), None, since_s=6.0)
 EVIDENCE = Evidence(2 * GIB, 2 * GIB, 0, GIB // 2, GIB, 2 * GIB, 20 * GIB, says_own_cap=True)
 MEMORY = Memory(EVIDENCE, 24 * GIB, 0, True, "nvml")
 FULL, FIRST = RuntimeError("no room"), RuntimeError("the first time")
@@ -73,23 +73,22 @@ def test_an_outcome_without_evidence_of_a_shortage_ends_the_task_run(outcome: ru
 
 def test_a_process_that_was_lost_is_replaced_by_one_with_the_same_grant() -> None:
     retry = step(Lost("gone"))
-    assert isinstance(retry, Retry) and retry.grant == replace(GRANT, waited_s=0.0)
+    assert isinstance(retry, Retry) and retry.grant == GRANT
     assert retry.warning == "The process was lost in a move: gone; the body runs again"
 
 
 def test_a_first_run_that_was_ended_for_others_has_a_device_to_itself_the_next_time() -> None:
     retry = step(run.EndedForOthers("device 0"))
     assert isinstance(retry, Retry) and retry.warning is not None
-    assert retry.grant == replace(
-        GRANT, waited_s=0.0, probe_fraction=0.0, alone_because="it was ended once"
-    )
+    alone = replace(GRANT, probe_fraction=0.0, alone_because="it was ended once")
+    assert retry.grant == replace(alone, histories={})
 
 
 def test_a_task_that_a_node_refuses_asks_again_until_its_limit_of_waiting() -> None:
     error = NodeRefusedError("a", "no room")
     refused = ChildRefused(error)
     reason = Reason(WaitKind.OTHER_NODE, at="a", detail="no room")
-    assert step(refused) == AskAgain(replace(GRANT, waited_s=6.0 + REFUSED_S), reason)
+    assert step(refused) == AskAgain(reason)
     over = step(refused, replace(HISTORY, policy=GPUPolicy(wait_s=6.0)))
     assert isinstance(over, Raise) and isinstance(over.error, PlacementTimeoutError)
 
@@ -107,9 +106,8 @@ def test_a_rung_that_no_device_holds_ends_with_what_ran_out() -> None:
 def test_evidence_of_a_shortage_is_followed_by_the_ladder(outcome: run.Failure) -> None:
     retry = step(outcome, replace(HISTORY, memory=MEMORY))
     assert isinstance(retry, Retry) and retry.shortage is not None
-    assert retry.grant == replace(
-        GRANT, memory=3 * GIB, waited_s=0.0, after_oom=True, probe_fraction=0.0
-    )
+    raised = replace(GRANT, memory=3 * GIB, after_oom=True, probe_fraction=0.0)
+    assert retry.grant == replace(raised, histories={})
     assert retry.shortage.cause == "own_cap" and retry.shortage.rung is not None
     assert retry.warning == (
         "Out of memory: 2GiB were not enough; it gets 3GiB (RuntimeError: no room)"

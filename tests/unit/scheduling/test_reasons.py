@@ -52,6 +52,7 @@ SENTENCES = [
     pytest.param(replace(ON_NODES, count=2, nodes=1, where="b"), "5GiB on 2 of 4 devices on node b; most free 1GiB (b:1)", id="several devices of a node"),
     pytest.param(replace(LACKS, kind=WaitKind.FIRST_RUN_MEMORY), "5GiB on device 0 (first run, memory need unknown); most free 1GiB", id="a first run"),
     pytest.param(replace(LACKS, kind=WaitKind.RESERVED_MEMORY, tasks=("train",)), "5GiB on device 0; most free 1GiB, the rest reserved for first runs: train", id="beside first runs"),
+    pytest.param(Reason(WaitKind.EARLIER), "earlier task runs to ask for their devices", id="the order of submit"),
     pytest.param(Reason(WaitKind.FIRST_RUN, tasks=("train",)), "the first run of train to show how much memory it needs", id="the first run of its task"),
     pytest.param(Reason(WaitKind.RESUME, detail="moving to the host"), "prefect-gpu resume: its memory is moving to the host", id="suspended by hand"),
     pytest.param(ROOM, "room, suspended for task 'evaluate': its memory is moving to the host", id="suspended for another"),

@@ -142,8 +142,8 @@ class Broker:
         self._inbox: deque[events.Event] = deque()
         #: Guards the machine's state. Never held while the ledger or the devices are read, or a callback runs.
         self._known = threading.Condition()
-        #: By task run (`Request.sequence`): whether its inputs are not there yet. Each change is one operation of the dict.
-        self._inputs: dict[int, Callable[[], bool]] = {}
+        #: Task runs (`Request.sequence`) that have not made their request yet.
+        self._expected: set[int] = set()
         #: Number of calls of `kept`.
         self.runs_kept = 0
         self._thread: threading.Thread | None = None
@@ -215,19 +215,28 @@ class Broker:
             left = max((node.left_bytes for node in nodes), default=0)
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
-    def open(self, sequence: int, waits: Callable[[], bool]) -> None:
-        """Keep a task run's place in the order of `submit`, until its first call of `submit` or `leave`.
+    def expect(self, sequence: int) -> None:
+        """Note that a task run will call `submit` or `leave`. `sequence` will be its request's.
 
-        `sequence` will be the request's. `waits` returns whether the task run's inputs are not there yet: it then delays no
-        other. It is called on the broker's thread, and must not block.
+        Raises:
+            CapacityError: The needed thread could not be started.
         """
-        self._inputs[sequence] = waits
-        self._put(events.Opened(sequence))
+        self._start()
+        with self._arrived:
+            self._expected.add(sequence)
+
+    def open(self, sequence: int) -> None:
+        """Keep the place of an expected task run in the order of `submit` from now on: its inputs are there."""
+        with self._arrived:
+            if sequence in self._expected:
+                self._put(events.Opened(sequence))
 
     def leave(self, sequence: int) -> None:
-        """Note that a task run makes no request. Without effect if it has made one, or has no place."""
-        if self._inputs.pop(sequence, None) is not None:
-            self._put(events.Left(sequence))
+        """Note that a task run makes no request. Without effect if it has made one, or was not expected."""
+        with self._arrived:
+            if sequence in self._expected:
+                self._expected.remove(sequence)
+                self._put(events.Left(sequence))
 
     def submit(
         self, request: Request, histories: Mapping[str, HistoryKey] | None = None, as_of: int = 0
@@ -248,8 +257,11 @@ class Broker:
         if self._machine.lost:
             raise DeviceError(self._machine.lost)
         self._start()
-        self._inputs.pop(request.sequence, None)
-        self._put(events.Submitted(ticket, histories or {}, as_of))
+        if not self._stepped:
+            self._sampler.set_active(True)
+        with self._arrived:
+            self._expected.discard(request.sequence)
+            self._put(events.Submitted(ticket, histories or {}, as_of))
         return ticket
 
     def kept(self, sequence: int, over: bool, learned: tuple[HistoryKey, int] | None) -> None:
@@ -265,7 +277,6 @@ class Broker:
         with self._arrived:
             if self._thread is None:
                 self._thread = start_thread(self._run, "prefect-gpu-broker")
-        self._sampler.set_active(True)
 
     def _put(self, event: events.Event) -> None:
         with self._arrived:
@@ -497,7 +508,7 @@ class Broker:
         self._take_arrived()
         self._read_ledger()
         self._attempt(lambda: self._handle(events.Waits(self._waits_since())))
-        self._handle(events.ScheduleDue(self._pending()))
+        self._handle(events.ScheduleDue())
         self._handle(events.SuspensionsDue())
         if self.reader.remote:
             rest_s = min(MOST_REST_S, REST_FACTOR * (thread_time() - began_s))
@@ -517,18 +528,13 @@ class Broker:
             while (rest_s := self._rests_until_s - self._clock.now()) > 0:
                 self._clock.wait(self._arrived, rest_s)
             while not (self._inbox or self._machine.dirty):
-                patient_s = None if known.held is None else known.held[1] + opening.PATIENCE_S
+                patient_s = known.held[0][1] + opening.PATIENCE_S if known.held else None
                 soon = until_s, known.recovery.poll_s, patient_s
                 times = [each for each in soon if each is not None]
                 left_s = min(times) - self._clock.now() if times else None
                 if left_s is not None and left_s <= 0:
                     return
                 self._clock.wait(self._arrived, left_s)
-
-    def _pending(self) -> frozenset[int]:
-        """Return the task runs before open requests whose inputs are not there yet."""
-        found = ((each, self._inputs.get(each)) for each in self._machine.known.unready)
-        return frozenset(each for each, waits in found if waits is not None and waits())
 
     def _take_arrived(self) -> None:
         with self._arrived:

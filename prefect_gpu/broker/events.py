@@ -19,7 +19,7 @@ from prefect_gpu.scheduling.model import Device, Placement, Reading
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A task run (`Request.sequence`) was submitted, and will make its request later."""
+    """The inputs of a task run (`Request.sequence`) are there, and it will make its request at any moment."""
 
     sequence: int
 
@@ -142,12 +142,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleDue:
-    """All earlier events were handled: a scheduling pass is made if the state has changed.
-
-    `pending` has the task runs to come (`Request.sequence`) whose inputs are not there yet.
-    """
-
-    pending: frozenset[int] = frozenset()
+    """All earlier events were handled: open requests may join the queue, and a scheduling pass is made if need be."""
 
 
 @dataclass(frozen=True, slots=True)

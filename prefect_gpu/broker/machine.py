@@ -86,7 +86,7 @@ class Machine:
                 change = partial(replace, running=True)
                 self._do(events.Rewrite(ticket.request.id, change, announces=False))
             case events.Returned(ticket):
-                self._claim(ticket, over=True)
+                self._claim_again(ticket)
             case events.Ended(ticket):
                 self._end(ticket, Trigger.ENDED)
             case events.Moved(ticket, step, text):
@@ -106,8 +106,8 @@ class Machine:
                 self._take_waits(since_s)
             case events.Tick():
                 self._tick()
-            case events.ScheduleDue(pending):
-                self._admit(pending)
+            case events.ScheduleDue():
+                self._admit()
                 self._schedule()
             case events.SuspensionsDue():
                 self._ask_for_memory()
@@ -136,15 +136,12 @@ class Machine:
             self._do(events.Decide(ticket, error=NeedLearned()))
         else:
             ticket.histories = histories
-            known.open[ticket.request.id] = ticket
-            if not known.unready:
-                self._admit(frozenset())
+            known.open_request(ticket)
 
-    def _admit(self, pending: frozenset[int]) -> None:
-        """Let open requests join the queue; `pending` is as in `opening.admit`."""
+    def _admit(self) -> None:
+        """Let open requests join the queue."""
         known = self.known
-        for ticket, request in opening.admit(known, pending, self._now_s):
-            del known.open[request.id]
+        for ticket, request in opening.admit(known, self._now_s):
             known.advance(ticket, Trigger.ADMITTED)
             ticket.request = known.unwritten[request.id] = request
             known.add(ticket)
@@ -183,7 +180,7 @@ class Machine:
         if ticket.phase is before:
             return
         known.remove(ticket)
-        self._claim(ticket, over=True)
+        self._claim_again(ticket)
         ticket.ended_s = self._now_s
         ticket.ended_pid, ticket.pid = ticket.pid, None
         if ticket.ended_pid is not None:
@@ -197,9 +194,10 @@ class Machine:
         # A request may have blocked others, also while it waited.
         self.dirty = True
 
-    def _claim(self, ticket: Ticket, over: bool) -> None:
+    def _claim_again(self, ticket: Ticket) -> None:
+        """Let later first runs wait until the run of this process, whose outcome is known, is kept."""
         if ticket.placement is not None:
-            ticket.claims = opening.claims(ticket.placement, ticket.histories, over)
+            ticket.claims = opening.claims(ticket.placement, ticket.histories, over=True)
 
     def _move(self, ticket: Ticket, step: Trigger, text: str) -> None:
         known, now_s = self.known, self._now_s
@@ -470,8 +468,8 @@ class Machine:
                 ticket.was_away_s += self._now_s - ticket.away_s
             else:
                 ticket.placed_s = self._now_s
+                ticket.claims = opening.claims(placement, ticket.histories, over=False)
             ticket.placement = placement
-            self._claim(ticket, over=False)
             # Another first run of its history may be allowed now.
             self.dirty = self.dirty or bool(ticket.histories)
             known.recovery.take_baseline(ticket, reading)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
 from prefect_gpu.broker.device_view import DeviceView, RecoveryWatch
@@ -66,8 +66,10 @@ class MachineState:
         #: Own task runs (`Request.sequence`) that will make a request, in order, and own requests in the phase `OPEN`.
         self.to_come: list[int] = []
         self.open: dict[str, Ticket] = {}
-        #: Task run for whose request open ones wait, and monotonic seconds since when; `None`: they wait for none.
-        self.held: tuple[float, float] | None = None
+        #: The latter as (sequence, id), in order, in groups of which none may join the queue if the first may not.
+        self.open_groups: dict[Hashable, list[tuple[int, str]]] = {}
+        #: Sequence numbers of open requests that wait for earlier task runs, in order, and monotonic seconds since when.
+        self.held: list[tuple[int, float]] = []
         #: By task run (`Request.sequence`): last admitted request of a first run whose run is not kept yet.
         self.first_runs: dict[int, Ticket] = {}
         #: By history: number of the last event `Kept` that shows a need.
@@ -169,17 +171,30 @@ class MachineState:
             self.own.pop(request_id, None)
         return before
 
-    @property
-    def unready(self) -> list[int]:
-        """Task runs to come before the last open request. If their inputs are there, they delay it."""
-        last = max((ticket.request.sequence for ticket in self.open.values()), default=0)
-        return self.to_come[: bisect.bisect(self.to_come, last)]
-
     def leave(self, sequence: int) -> None:
         """Remove a task run from `to_come`, if it is there."""
         at = bisect.bisect_left(self.to_come, sequence)
         if self.to_come[at : at + 1] == [sequence]:
             del self.to_come[at]
+
+    def open_request(self, ticket: Ticket) -> None:
+        """Add an own request in the phase `OPEN`."""
+        request, histories = ticket.request, tuple(sorted(ticket.histories.items()))
+        # The next process of a first run does not wait for itself.
+        own = request.sequence if request.sequence in self.first_runs else None
+        ticket.group = histories, request.devices, request.nodes, own
+        self.open[request.id] = ticket
+        members = self.open_groups.setdefault(ticket.group, [])
+        bisect.insort(members, (request.sequence, request.id))
+
+    def close(self, ticket: Ticket) -> None:
+        """Remove an own request from the open ones, if it is there."""
+        request = ticket.request
+        if self.open.pop(request.id, None) is not None:
+            members = self.open_groups[ticket.group]
+            del members[bisect.bisect_left(members, (request.sequence, request.id))]
+            if not members:
+                del self.open_groups[ticket.group]
 
     def add(self, ticket: Ticket) -> None:
         """Put an own request into the queue."""
@@ -245,7 +260,7 @@ class MachineState:
 
     def remove(self, ticket: Ticket) -> None:
         """Remove an own request from the queue, or from the open ones, if it is there."""
-        self.open.pop(ticket.request.id, None)
+        self.close(ticket)
         if self.waiting.pop(ticket.request.id, None) is not None:
             self.queue.remove(ticket.request)
             self.unwritten.pop(ticket.request.id, None)

@@ -1,7 +1,7 @@
 """Which open requests join the queue: the order of `submit`, and one first run at a time for each history. Pure.
 
-A task run has its place in the order of `submit` before it makes a request, since its inputs and its budget are chosen
-first. It delays later task runs for as long as its inputs are there and its request may come at any moment.
+A task run has its place in the order of `submit` before it makes a request, from the moment when its inputs are there and
+its request may come at any moment. It delays later task runs for at most `PATIENCE_S`.
 
 A request whose need is unknown on a device model is a first run there. While another one of the same history waits for
 devices, or has a device to itself, or has ended and its run is not kept yet, the request uses other models, or stays open.
@@ -9,7 +9,10 @@ devices, or has a device to itself, or has ended and its run is not kept yet, th
 
 from __future__ import annotations
 
+import bisect
+import heapq
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -24,18 +27,9 @@ from prefect_gpu.scheduling.reasons import Reason, WaitKind
 PATIENCE_S = 2.0
 
 
-def admit(
-    known: MachineState, pending: Collection[int], now_s: float
-) -> list[tuple[Ticket, Request]]:
-    """Return the open requests that join the queue now, in order, each as it is to be placed; update `known`.
-
-    `pending` has the task runs (`Request.sequence`) of `known.to_come` whose inputs are not there yet.
-    """
-    if not known.open:
-        known.held = None
-        return []
-    found = sorted(known.open.values(), key=lambda ticket: ticket.request.sequence)
-    before = _first_to_come(known, pending, [t.request.sequence for t in found], now_s)
+def admit(known: MachineState, now_s: float) -> list[tuple[Ticket, Request]]:
+    """Return the open requests that join the queue now, in order, each as it is to be placed; update `known`."""
+    before = _first_to_come(known, now_s)
     #: By history: task runs of which it is the first run.
     first: dict[HistoryKey, set[int]] = {}
     for sequence, ticket in known.first_runs.items():
@@ -43,47 +37,57 @@ def admit(
             first.setdefault(key, set()).add(sequence)
     capacities: dict[object, dict[Device, int]] = {}
     joining: list[tuple[Ticket, Request]] = []
-    for ticket in found:
-        request, histories = ticket.request, ticket.histories
-        if request.sequence > before:
+    heads = [(members[0], group) for group, members in known.open_groups.items()]
+    heapq.heapify(heads)
+    while heads:
+        (sequence, request_id), group = heapq.heappop(heads)
+        if sequence > before:
             break
-        if histories:
-            busy = {
-                name
-                for name, key in histories.items()
-                if first.get(key, set()) - {request.sequence}
-            }
-            where = request.devices, request.nodes
-            if busy and where not in capacities:
-                capacities[where] = known.view.capacities(*where)
-            free = frozenset(key for name, key in histories.items() if name not in busy)
-            if busy and not free and busy >= {device.name for device in capacities[where]}:
-                continue
-            if busy:
-                request = _beside(request, busy, capacities[where], bool(free))
-            ticket.claims = free
-            known.first_runs[request.sequence] = ticket
-            for key in free:
-                first.setdefault(key, set()).add(request.sequence)
+        ticket = known.open[request_id]
+        where = ticket.request.devices, ticket.request.nodes
+        if ticket.histories and where not in capacities:
+            capacities[where] = known.view.capacities(*where)
+        request = _admitted(ticket, first, capacities.get(where, {}))
+        if request is None:
+            # Nor may any other of its group.
+            continue
         joining.append((ticket, request))
+        known.close(ticket)
+        if members := known.open_groups.get(group):
+            heapq.heappush(heads, (members[0], group))
+        if ticket.histories:
+            known.first_runs[sequence] = ticket
+            for key in ticket.claims:
+                first.setdefault(key, set()).add(sequence)
     return joining
 
 
-def _first_to_come(
-    known: MachineState, pending: Collection[int], asked: list[int], now_s: float
-) -> float:
+def _first_to_come(known: MachineState, now_s: float) -> float:
     """Return the first task run whose request the later ones wait for; infinity: they wait for none."""
-    while True:
-        first = next((each for each in known.to_come if each not in pending), math.inf)
-        held = next((each for each in asked if each > first), None)
-        if held is None:
-            known.held = None
-            return math.inf
-        if known.held is None or known.held[0] != first:
-            known.held = first, now_s
-        if now_s - known.held[1] < PATIENCE_S:
-            return first
-        known.to_come = [each for each in known.to_come if each > held]
+    last = max((members[-1][0] for members in known.open_groups.values()), default=0)
+    held = known.held
+    while known.to_come and known.to_come[0] < last:
+        if not held or held[-1][0] < last:
+            held.append((last, now_s))
+        sequence, since_s = held[0]
+        if now_s - since_s < PATIENCE_S:
+            return known.to_come[0]
+        del held[0], known.to_come[: bisect.bisect(known.to_come, sequence)]
+    held.clear()
+    return math.inf
+
+
+def _admitted(
+    ticket: Ticket, first: Mapping[HistoryKey, set[int]], capacities: Mapping[Device, int]
+) -> Request | None:
+    """Return an open request as it is placed beside the first runs in `first`; `None`: it must not be placed yet."""
+    request, histories = ticket.request, ticket.histories
+    busy = {name for name, key in histories.items() if first.get(key, set()) - {request.sequence}}
+    free = frozenset(key for name, key in histories.items() if name not in busy)
+    if busy and not free and busy >= {device.name for device in capacities}:
+        return None
+    ticket.claims = free
+    return _beside(request, busy, capacities, bool(free)) if busy else request
 
 
 def claims(
@@ -102,7 +106,8 @@ def _beside(
 ) -> Request:
     """Return a request as it is placed beside the first runs on models in `busy`; `probes`: it is one on another model."""
     fraction = request.probe_fraction if probes else 0.0
-    if sum(device.name not in busy for device in capacities) < request.count:
+    others = Counter(device.host for device in capacities if device.name not in busy)
+    if max(others.values(), default=0) < request.count:
         # It needs one of these devices.
         return replace(request, probe_fraction=fraction)
     known = request.memory.by_model if isinstance(request.memory, ModelBudgets) else ()
@@ -113,7 +118,7 @@ def _beside(
 
 def explain(known: MachineState, ticket: Ticket) -> Reason:
     """Return why an open request is not in the queue, by the last call of `admit`."""
-    earlier = known.held is not None and ticket.request.sequence > known.held[0]
+    earlier = bool(known.to_come) and ticket.request.sequence > known.to_come[0]
     if earlier or not ticket.histories:
         return Reason(WaitKind.EARLIER)
     return Reason(WaitKind.FIRST_RUN, tasks=(ticket.request.task_name,))

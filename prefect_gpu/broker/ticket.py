@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -54,6 +54,8 @@ class Ticket:
     histories: Mapping[str, HistoryKey] = field(default_factory=dict)
     #: Of these, the histories whose other first runs wait for this one; set when it joins the queue, and by `opening.claims`.
     claims: frozenset[HistoryKey] = frozenset()
+    #: In the phase `OPEN`: key in `MachineState.open_groups`.
+    group: Hashable = None
     #: Last triggers of the phase, for error messages.
     triggers: deque[Trigger] = field(default_factory=lambda: deque(maxlen=10))
     #: Notified when the request is decided.

@@ -62,9 +62,9 @@ from prefect_gpu.runner.budgets import BudgetBook
 from prefect_gpu.runner.engine_threads import (
     BODY_WAITS,
     AwaitedFuture,
-    Inputs,
     RunnerThreads,
     start_engine,
+    when_there,
 )
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
@@ -224,7 +224,7 @@ class ActiveRunner:
             live_view().join(self, self.progress)
         with self._lock:
             self._submitted += 1
-        self._open_place(plan, Inputs(arguments["parameters"], arguments["wait_for"]))
+        self._expect(plan, (arguments["wait_for"], arguments["parameters"]))
         gpu_task = GPUTask(self, task, plan, submitted_at)
         run = copy_context().run
         engine = functools.partial(run, self._run_engine, gpu_task, self._client, arguments)
@@ -238,11 +238,14 @@ class ActiveRunner:
         self._remember(future)
         return future
 
-    def _open_place(self, plan: TaskPlan | Exception, inputs: Inputs) -> None:
+    def _expect(self, plan: TaskPlan | Exception, inputs: Any) -> None:
+        """Give a task run its place in the order of `submit`, once its inputs are there."""
         if isinstance(plan, TaskPlan):
             # The task's own request raises the same error.
             with contextlib.suppress(Exception):
-                self.broker().open(plan.sequence, inputs.wait)
+                broker = self.broker()
+                broker.expect(plan.sequence)
+                when_there(inputs, functools.partial(broker.open, plan.sequence))
 
     def leave(self, plan: TaskPlan | Exception) -> None:
         """Give up the place of a task run in the order of `submit`, if it has not made its request."""

@@ -5,7 +5,7 @@ that maps two thousand tasks. The number of threads has no bound: waiting tasks 
 run. The broker limits the processes. `RunnerThreads` runs tasks without a `gpu` tag.
 
 Engine threads reach their bodies in any order, so the broker keeps the order of `submit` (`broker.opening`). A task run
-whose `Inputs` are not there yet delays no other.
+delays no other before its inputs are there (`when_there`).
 
 `submit` returns `AwaitedFuture`: in a GPU task's process it tells the broker when the body waits for tasks that it
 submitted (`scheduling.nested`).
@@ -35,6 +35,10 @@ from prefect_gpu.process_resources import start_thread
 
 #: Prefix of the threads' names.
 NAME = "prefect-gpu-engine"
+
+#: Most values of a task run's inputs that are searched for futures at `submit`; of a list of a million numbers, a
+#: thousandth of the time that Prefect takes to visit it.
+MOST_INPUTS = 1000
 
 
 def start_engine(call: Callable[[], Any], number: int) -> Future[Any]:
@@ -86,42 +90,47 @@ class _Executor(ThreadPoolExecutor):
         return run_task(RunnerTaskRunEngine(self._pause, task, arguments), arguments)
 
 
-class Inputs:
-    """The parameters and `wait_for` of a task run, whose futures must be done before its body can be called."""
+def when_there(inputs: Any, call: Callable[[], object]) -> None:
+    """Call `call` once the futures in a task run's inputs are done: now, or on the thread that ends the last one.
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-        #: Futures that were not done at the last check; `None`: not checked yet.
-        self._open: list[Any] | None = None
+    There is no call if a future does not tell when it is done (of another runner, without a state in this process).
+    """
+    left = iter(_futures_in(inputs))
 
-    def wait(self) -> bool:
-        """Return whether a future among the inputs is not done."""
-        if self._open is None:
-            # Not searched at `submit`: parameters may be large collections, and the check is rare.
-            values, self._values = self._values, ()
-            self._open = _futures_in(values)
-        while self._open and _is_done(self._open[-1]):
-            self._open.pop()
-        return bool(self._open)
+    def go_on(_: object = None) -> None:
+        for future in left:
+            wrapped = getattr(future, "wrapped_future", None)
+            if wrapped is None:
+                return
+            if not wrapped.done():
+                wrapped.add_done_callback(go_on)
+                return
+        call()
+
+    go_on()
 
 
-def _futures_in(values: Any) -> list[Any]:
+class _Enough(BaseException):
+    """Ends a search."""
+
+
+def _futures_in(inputs: Any) -> list[Any]:
+    """Return the futures among the first `MOST_INPUTS` values."""
     found: list[Any] = []
+    left = MOST_INPUTS
 
     def visit(value: Any) -> None:
+        nonlocal left
+        left -= 1
         if isinstance(value, PrefectFuture):
             found.append(value)
+        if not left:
+            raise _Enough
 
     # A user's collection that cannot be visited fails in the task run's own thread.
-    with contextlib.suppress(Exception):
-        visit_collection(values, visit, return_data=False)
+    with contextlib.suppress(Exception, _Enough):
+        visit_collection(inputs, visit, return_data=False)
     return found
-
-
-def _is_done(future: Any) -> bool:
-    # Futures of other runners may lack the attribute; their state takes a call of the API.
-    wrapped = getattr(future, "wrapped_future", None)
-    return wrapped is not None and bool(wrapped.done())
 
 
 class BodyWaits:

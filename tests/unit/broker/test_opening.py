@@ -4,32 +4,37 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from functools import partial
 from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect.futures import PrefectConcurrentFuture
+from prefect.futures import PrefectConcurrentFuture, PrefectFlowRunFuture
 
 from prefect_gpu.broker.broker import NeedLearned, Ticket
 from prefect_gpu.broker.opening import PATIENCE_S
 from prefect_gpu.broker.phases import Phase
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import DeviceError, PlacementTimeoutError
-from prefect_gpu.runner.engine_threads import Inputs
+from prefect_gpu.runner.engine_threads import MOST_INPUTS, when_there
 from prefect_gpu.scheduling.model import NEVER_BYTES, ModelBudgets
+from prefect_gpu.scheduling.probes import FIRST_S
 from tests.unit.broker.broker_rig import Rig, Waiter, histories_of, indices
 from tests.unit.broker.broker_rig import rig as rig
 from tests.unit.broker.broker_rig import thread_rig as thread_rig
+from tests.unit.broker.test_leaving_probes import FirstRun
 
 READY = False
 WAITS = True
 
 
-def opened(rig: Rig, *tasks: bool) -> None:
+def opened(rig: Rig, *tasks: bool, first: int = 1) -> None:
     """Submit task runs 1, 2, 3 …, whose inputs are `READY`, or are waited for."""
-    for sequence, waits in enumerate(tasks, start=1):
-        rig.broker.open(sequence, lambda waits=waits: waits)
+    for sequence, waits in enumerate(tasks, start=first):
+        rig.broker.expect(sequence)
+        if not waits:
+            rig.broker.open(sequence)
 
 
 def ask(rig: Rig, sequence: int) -> Ticket:
@@ -77,9 +82,13 @@ def test_one_that_ends_without_a_process_holds_up_none(rig: Rig, asks: bool) -> 
 def test_one_that_waits_for_its_inputs_is_passed_and_is_in_front_once_it_has_them(rig: Rig) -> None:
     future: Future[int] = Future()
     upstream = PrefectConcurrentFuture(UUID(int=1), future)
-    rig.broker.open(1, Inputs({"data": [upstream]}, None).wait)
-    rig.broker.open(2, Inputs({}, None).wait)
-    rig.broker.open(3, Inputs({}, [upstream]).wait)
+    for sequence, inputs in (
+        (1, ([upstream], {})),
+        (2, (None, {})),
+        (3, (None, {"a": [upstream]})),
+    ):
+        rig.broker.expect(sequence)
+        when_there(inputs, partial(rig.broker.open, sequence))
     assert placed(rig, ask(rig, 2)) == [True]
     future.set_result(1)
     third = ask(rig, 3)
@@ -97,6 +106,53 @@ def test_those_that_do_not_come_are_passed_after_a_while_and_hold_up_none_from_t
     # A later one is as patient with one that waits itself.
     assert placed(rig, second, third) == [True, True]
     assert placed(rig, ask(rig, 1)) == [True]
+
+
+def test_all_that_do_not_come_are_passed_at_once(rig: Rig) -> None:
+    opened(rig, *[READY] * 10)
+    even = [ask(rig, sequence) for sequence in (2, 4, 6)]
+    assert placed(rig, *even) == [False] * 3
+    rig.clock.advance(PATIENCE_S / 2)
+    late = ask(rig, 10)
+    assert placed(rig, *even, late) == [False] * 4
+    rig.clock.advance(PATIENCE_S / 2)
+    # The last one's own wait for 7, 8 and 9 began later.
+    assert placed(rig, *even, late) == [True] * 3 + [False]
+    assert rig.machines[0].known.to_come == [7, 8, 9]
+    assert [rig.why(late)] == ["earlier task runs to ask for their devices"]
+    rig.clock.advance(PATIENCE_S / 2)
+    assert placed(rig, late) == [True]
+    assert not rig.machines[0].known.held
+
+
+def test_patience_begins_again_for_those_that_come_later(rig: Rig) -> None:
+    opened(rig, READY, READY)
+    second = ask(rig, 2)
+    rig.broker.look()
+    rig.broker.leave(1)
+    assert placed(rig, second) == [True] and not rig.machines[0].known.held
+    rig.clock.advance(PATIENCE_S)
+    opened(rig, READY, READY, first=3)
+    assert placed(rig, ask(rig, 4)) == [False]
+
+
+def test_one_whose_inputs_are_there_too_late_has_no_place(rig: Rig) -> None:
+    opened(rig, WAITS, WAITS, READY)
+    first = ask(rig, 1)
+    rig.broker.leave(2)
+    for sequence in (1, 2):
+        rig.broker.open(sequence)
+    assert placed(rig, first, ask(rig, 3)) == [True, True]
+    assert not rig.machines[0].known.to_come
+
+
+def test_inputs_are_searched_for_futures_up_to_a_number() -> None:
+    upstream = PrefectConcurrentFuture(UUID(int=1), Future())
+    called: list[str] = []
+    when_there((None, {"a": [upstream]}), lambda: called.append("never"))
+    when_there((None, {"a": [*range(MOST_INPUTS), upstream]}), lambda: called.append("not found"))
+    when_there(([PrefectFlowRunFuture(UUID(int=2))], {}), lambda: called.append("another's"))
+    assert called == ["not found"]
 
 
 def test_a_thread_passes_those_that_do_not_come(thread_rig: Rig) -> None:
@@ -231,6 +287,59 @@ def test_gpu_wait_ends_the_wait_for_a_first_run(thread_rig: Rig) -> None:
     assert "gpu:wait=1m is over: 'a' still waited for the first run of a" in str(error)
 
 
+def test_first_runs_begin_in_the_order_of_submit(rig: Rig) -> None:
+    later, earlier = (first_run(rig, sequence=sequence) for sequence in (7, 5))
+    assert placed(rig, earlier, later) == [True, False]
+
+
+def test_histories_and_devices_are_looked_at_apart() -> None:
+    rig = Rig("2x24GiB")
+    running, same = first_run(rig), first_run(rig)
+    rig.broker.look()
+    rig.start(running, 4)
+    other = first_run(rig, "b", devices=("1",))
+    assert placed(rig, same, other) == [False, True]
+    assert rig.why(same) == "the first run of a to show how much memory it needs"
+
+
+def test_one_that_came_back_from_a_suspension_holds_up_no_other(rig: Rig) -> None:
+    old = FirstRun(rig, "old", 2)
+    rig.clock.advance(1)
+    new = FirstRun(rig, "new", 8)
+    rig.broker.look()
+    rig.clock.advance(FIRST_S)
+    rig.broker.look()
+    old.grow(15)
+    new.hear()
+    new.move_out()
+    rig.exit(old.ticket)
+    rig.broker.look()
+    new.move_in()
+    assert new.ticket.phase is Phase.RUNNING and not new.ticket.claims
+
+
+def test_thousands_that_wait_for_a_first_run_cost_little(rig: Rig) -> None:
+    running = first_run(rig)
+    rig.broker.look()
+    rig.start(running, 4)
+    many = [first_run(rig) for _ in range(3000)]
+    rig.broker.look()
+    asked = 0
+
+    class Counted(dict[str, Ticket]):
+        def __getitem__(self, key: str) -> Ticket:
+            nonlocal asked
+            asked += 1
+            return super().__getitem__(key)
+
+    known = rig.machines[0].known
+    known.open = Counted(known.open)
+    for _ in range(10):
+        rig.broker.look()
+    # The first one only.
+    assert asked <= 10 and all(ticket.phase is Phase.OPEN for ticket in many)
+
+
 # Several device models.
 
 
@@ -269,9 +378,20 @@ def test_of_two_models_one_is_known_and_one_task_run_at_a_time_finds_out_about_t
 def test_one_that_needs_both_devices_is_not_kept_off_the_unknown_one(mixed: Rig) -> None:
     known = ModelBudgets(((A, 8 * 2**30),))
     histories = {B: histories_of(mixed.reader, "a")[B]}
-    pair = [mixed.submit("a", memory=known, histories=histories, count=2) for _ in range(2)]
+    pair = [
+        mixed.submit("a", memory=known, histories=histories, count=2, probe_fraction=0.5)
+        for _ in range(2)
+    ]
     assert placed(mixed, *pair) == [True, False]
     assert pair[1].phase is Phase.WAITING and pair[1].request.memory == known
+    assert pair[1].request.probe_fraction == 0.0
+
+
+def test_a_first_run_beside_another_is_one_on_another_model() -> None:
+    rig = Rig("1x24GiB,1x32GiB,1x48GiB")
+    first, second, third = (first_run(rig, probe_fraction=0.5) for _ in range(3))
+    assert placed(rig, first, second, third) == [True] * 3
+    assert first.request.probe_fraction == second.request.probe_fraction == 0.5
 
 
 # All of it.
@@ -331,7 +451,7 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
 
     for number, (step, which, flag) in enumerate(steps, start=1):
         if step == "open":
-            rig.broker.open(number, lambda flag=flag: flag)
+            opened(rig, flag, first=number)
             places.append(number)
         elif step == "ask":
             sequence = places.pop(which % len(places)) if flag and places else number

@@ -221,8 +221,8 @@ class Broker:
         Raises:
             CapacityError: The needed thread could not be started.
         """
-        self._start()
         with self._arrived:
+            self._start_thread()
             self._expected.add(sequence)
 
     def open(self, sequence: int) -> None:
@@ -257,8 +257,6 @@ class Broker:
         if self._machine.lost:
             raise DeviceError(self._machine.lost)
         self._start()
-        if not self._stepped:
-            self._sampler.set_active(True)
         with self._arrived:
             self._expected.discard(request.sequence)
             self._put(events.Submitted(ticket, histories or {}, as_of))
@@ -272,10 +270,13 @@ class Broker:
         self._put(events.Kept(sequence, over, learned, number))
 
     def _start(self) -> None:
-        if self._stepped:
-            return
+        if not self._stepped:
+            self._start_thread()
+            self._sampler.set_active(True)
+
+    def _start_thread(self) -> None:
         with self._arrived:
-            if self._thread is None:
+            if self._thread is None and not self._stepped:
                 self._thread = start_thread(self._run, "prefect-gpu-broker")
 
     def _put(self, event: events.Event) -> None:

@@ -80,12 +80,10 @@ ROWS = {
     "pool": Row("`ProcessPoolTaskRunner`", _pool),
     "ray": Row("`RayTaskRunner`", lambda: _common.ray_runner(0), needs="prefect_ray"),
     "spawn": Row("multiprocessing spawn, no Prefect", None, slow=True),
-    "cold": Row("ours, `standby=0`", _ours(standby=0), slow=True),
-    "standby": Row("ours, as it is by default", _ours(), slow=True),
-    "forkserver": Row('ours, `start_method="forkserver"`', _ours(start_method="forkserver")),
-    "forkserver-bare": Row(
-        "… and `reports=False`", _ours(start_method="forkserver", reports=False)
-    ),
+    "cold": Row("ours, fresh interpreters", _ours(start_method="spawn", standby=0), slow=True),
+    "standby": Row('ours, `start_method="spawn"`', _ours(start_method="spawn"), slow=True),
+    "forks": Row('ours, `start_method="auto"`', _ours(start_method="auto")),
+    "forks-bare": Row("… and `reports=False`", _ours(start_method="auto", reports=False)),
 }
 
 

@@ -1,7 +1,7 @@
 """How long from `submit` to a task's first line with its GPU ready, and what stays on the device?
 
-Ours cold (`standby=0`) and with processes that wait with the framework imported (the default), beside
-what else a user has: plain `multiprocessing` (spawn, a process for each task, no Prefect), Prefect's
+Ours with forks of a warm process (`start_method="auto"`), with standbys (the default), and with fresh
+interpreters (`standby=0`), beside what else a user has: plain `multiprocessing` (spawn, a process for each task, no Prefect), Prefect's
 `ProcessPoolTaskRunner`, its `ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a
 GPU. The module of the task's function does not import Prefect, except in the rows that say so: it is
 imported with the function.
@@ -40,6 +40,7 @@ import _common
 import _devices
 
 ROWS = {
+    "auto": "GPUTaskRunner, start_method=auto",
     "standby": "GPUTaskRunner, processes stand by",
     "cold": "GPUTaskRunner, cold",
     "spawn": "multiprocessing spawn, no Prefect",
@@ -53,7 +54,7 @@ ROWS = {
 FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "none": ""}
 
 #: Measured first: what this package claims, and the plain process that it is compared with.
-FIRST = ("standby", "cold", "spawn")
+FIRST = ("auto", "standby", "cold", "spawn")
 
 #: Seconds that a row takes on an H200 before it was measured here, to plan within the budget.
 GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "none": 15.0}
@@ -95,6 +96,8 @@ def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]
     if row == "ray":
         return _common.ray_runner(1), []
     more: dict[str, Any] = {}
+    if row == "auto":
+        more["start_method"] = "auto"
     if row == "cold" and not _common.runner_lacks("standby"):
         more["standby"] = 0
     tags = gpu(memory="6GiB" if on_gpu else "1GiB", framework=framework)
@@ -149,7 +152,7 @@ class Row:
         dispatch()
 
     def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
-        if self._kind != "standby":
+        if self._kind not in ("auto", "standby"):
             # Nothing gets ready there; Ray's own processes are never quite idle.
             pause_s = min(pause_s, OTHERS_PAUSE_S)
         before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
@@ -327,13 +330,15 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
     checks = []
     for framework in FRAMEWORKS:
         plain = select(runs, framework, "spawn", "later")
-        if later := select(runs, framework, "standby", "later"):
+        for row in ("auto", "standby"):
+            if not (later := select(runs, framework, row, "later")):
+                continue
             ready_s = statistics.median(r["ready_s"] for r in later)
             ready_s -= statistics.median(r["init_s"] for r in plain or later)
             of = "spawn" if plain else "the same"
-            name = f"{framework}, standby: ready, less CUDA's own start ({of} row)"
+            name = f"{framework}, {row}: ready, less CUDA's own start ({of} row)"
             checks.append(_bound.Check(name, ready_s, AIM_S, "s"))
-        for row in ("standby", "cold"):
+        for row in ("auto", "standby", "cold"):
             own = [r for r in runs if (r["framework"], r["row"]) == (framework, row)]
             if own:
                 left = max(r["left_bytes"] for r in own) / MIB

@@ -68,7 +68,7 @@ def run_report(count: int) -> dict[str, Any]:
         return number
 
     found: dict[str, Any] = {"count": count}
-    runner = GPUTaskRunner(devices="simulated:4x24GiB", standby=0, start_method="forkserver")
+    runner = GPUTaskRunner(devices="simulated:4x24GiB", standby=0, start_method="auto")
 
     @flow(task_runner=runner, name="large flow")
     def large() -> None:

@@ -4,7 +4,7 @@ Prefect's engine runs in the flow's process for every task, whatever the runner;
 task must neither make it a bottleneck nor fill it. Tasks do nothing, on host devices, so any machine
 will do. Peers in the same run: Prefect's `ThreadPoolTaskRunner`, which is the baseline, its
 `ProcessPoolTaskRunner`, `RayTaskRunner` where it is installed, plain `multiprocessing`; ours with a
-fresh interpreter for each task, with standbys (the default), and with `start_method="forkserver"`.
+fresh interpreter for each task, with standbys (the default), and with forks (`start_method="auto"`).
 
     python benchmarks/overhead.py                              # what has time in five minutes
     python benchmarks/overhead.py --budget 900                 # all of it on two quiet cores
@@ -56,8 +56,8 @@ BASELINE = "threads"
 #: For rows with fewer tasks: a flow has a cost of its own.
 FEW_BASELINE = "threads-few"
 CROWD_BASELINE = "threads-untagged"
-CROWD = "forkserver"
-OURS = ("cold", "standby", "forkserver")
+CROWD = "forks"
+OURS = ("cold", "standby", "forks")
 
 #: Tasks of a row that starts an interpreter for each: each takes two seconds of CPU.
 SLOW_TASKS = 16
@@ -120,9 +120,9 @@ def checks(runs: Iterable[Run]) -> list[Check]:
             "ms",
         )
     ]
-    fast = _over(rows, "forkserver", lambda run: [run["tasks_per_s"]])
+    fast = _over(rows, "forks", lambda run: [run["tasks_per_s"]])
     cold = _over(rows, "cold", lambda run: [run["tasks_per_s"]])
-    name = f'`start_method="forkserver"` does {TIMES_COLD:g} times the tasks of fresh interpreters'
+    name = f"forks do {TIMES_COLD:g} times the tasks of fresh interpreters"
     if fast and cold:
         times = statistics.median(fast) / statistics.median(cold)
         made.append(Check(name, times >= TIMES_COLD, f"{times:.1f} times"))
@@ -319,9 +319,9 @@ def main() -> None:
         return
     if given.tiny:
         given.tasks, given.at_once, given.one_by_one, given.idle = 3, 20, 1, 0.5
-        given.rows = ["threads", "threads-few", "threads-untagged", "standby", "forkserver"]
+        given.rows = ["threads", "threads-few", "threads-untagged", "standby", "forks"]
     #: Tasks a second, as far as they are known.
-    given.pace = {"cold": 1.0, "standby": 1.0, "forkserver": 10.0}
+    given.pace = {"cold": 1.0, "standby": 1.0, "forks": 10.0}
 
     clock, order, runs = _Clock(given.budget), random.Random(given.seed), []
     with _common.prefect_server(given.api_url) as url:

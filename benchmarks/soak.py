@@ -56,7 +56,7 @@ ROWS = {
     "threads-500": Row("threads", 500, 4),
     "spawned": Row("cold", 500, 4, "threads-500"),
     "threads-5000": Row("threads", 5000, 8),
-    "forks": Row("forkserver", 5000, 8, "threads-5000"),
+    "forks": Row("forks", 5000, 8, "threads-5000"),
 }
 
 

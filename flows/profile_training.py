@@ -404,7 +404,7 @@ def main() -> None:
         del options["device_memory"]
         if sys.platform == "linux":
             # Two dozen short tasks, one after the other: forks need not import PyTorch again.
-            runner = GPUTaskRunner(devices=listed, start_method="forkserver")
+            runner = GPUTaskRunner(devices=listed, start_method="auto")
         # Its tasks are meant to fail, and each would write a traceback.
         for name in ("prefect.task_runs", "prefect.flow_runs"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -5,6 +5,7 @@ Like Prefect's own settings, they come from the environment, `.env`, `prefect.to
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -72,14 +73,25 @@ def _read_ledger(given: object) -> object:
     return folder
 
 
+def _read_start_method(given: object) -> object:
+    if given != "forkserver":
+        return given
+    text = (
+        "start_method='forkserver' is 'auto' now; the next version accepts only 'auto' and 'spawn'"
+    )
+    warnings.warn(text, FutureWarning, stacklevel=2)
+    return "auto"
+
+
 Standby = Annotated[
     Literal["auto"] | NonNegativeInt,
     _word("neither 'auto' nor a number of processes (0: none are started ahead)"),
 ]
 StartMethod = Annotated[
-    Literal["spawn", "forkserver"],
+    Literal["auto", "spawn"],
+    BeforeValidator(_read_start_method),
     _word(
-        "neither 'spawn' nor 'forkserver' (a fork of the flow's own process would have its locks, but "
+        "neither 'auto' nor 'spawn' (a fork of the flow's own process would have its locks, but "
         "not the threads that hold them)"
     ),
 ]
@@ -119,8 +131,8 @@ class GPUSettings(PrefectBaseSettings):
     )
     start_method: StartMethod = Field(
         default="spawn",
-        description="How the process of a task starts: spawn, as a fresh interpreter, or forkserver, as "
-        "a fork of a process that has imported Prefect, NumPy and PyTorch and done nothing else.",
+        description="How the process of a task starts: spawn, as a fresh interpreter; or auto, as a fork of a fresh "
+        "interpreter that has imported the task's libraries and done nothing else, where such forks were shown to work.",
     )
     ledger: Annotated[Path | None, BeforeValidator(_read_ledger)] = Field(
         default=None,
@@ -165,10 +177,6 @@ class GPUSettings(PrefectBaseSettings):
 
     @model_validator(mode="after")
     def _check_start(self) -> Self:
-        if self.address and self.start_method == "forkserver":
-            raise ValueError(
-                "start_method='forkserver' is for one machine; leave it out beside address="
-            )
         if self.num_gpus is not None and not self.address:
             raise ValueError(
                 "num_gpus= is for a cluster; name it with address=, or leave num_gpus out"

@@ -40,11 +40,11 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         max_tasks_per_device: Most GPU tasks on one device at a time; `None`: as many as its memory holds.
         headroom: Memory kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
-        standby: Most processes started ahead of their tasks, with Prefect, the framework and the task's modules
-            imported: `"auto"` or a number; 0: none.
-        start_method: `"spawn"`: each process is a fresh interpreter. `"forkserver"`, for many short tasks: each process
-            is forked from a process that has only imported Prefect, NumPy and, for tasks that use it, PyTorch. Tasks of
-            other frameworks are refused, and no standbys are started.
+        standby: Of processes that are not forks, most that are started ahead of their tasks, with Prefect, the framework
+            and the task's modules imported: `"auto"` or a number; 0: none.
+        start_method: `"spawn"`: each process is a fresh interpreter. `"auto"`: each process is a fork of a fresh interpreter
+            that has imported the task's libraries and done nothing else, on Linux, for frameworks whose forks were shown to
+            work (docs/start.md); else as `"spawn"`.
         memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, with
             stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of memory. `None`: no snapshots.
         address: Ray cluster whose devices are used in place of this machine's: `"auto"`, `"host:port"` or
@@ -53,8 +53,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             reserved, and all devices of the nodes are used.
 
     Raises:
-        DeviceError: `devices` cannot be read, or the platform has no process groups (Windows), or no `forkserver`
-            (all but Linux).
+        DeviceError: `devices` cannot be read, or the platform has no process groups (Windows).
         SettingError: Another argument cannot be read, or two arguments contradict each other.
     """
 
@@ -66,7 +65,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: str | None = None,
         reports: bool | None = None,
         standby: int | Literal["auto"] | None = None,
-        start_method: Literal["spawn", "forkserver"] | None = None,
+        start_method: Literal["spawn", "auto"] | None = None,
         max_tasks_per_device: int | None = None,
         memory_snapshots: str | Path | None = None,
         address: str | None = None,
@@ -99,11 +98,6 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             address=settings.address or "",
             **settings.model_dump(exclude={"devices", "headroom", "address", "ledger"}),
         )
-        if settings.start_method == "forkserver" and not sys.platform.startswith("linux"):
-            raise DeviceError(
-                f'start_method="forkserver" is for Linux, and this is {sys.platform}; accepted '
-                'here: start_method="spawn"'
-            )
         shown = given if devices is None else {"devices": devices, **given}
         #: The given arguments, for `repr`.
         self._shown = ", ".join(f"{name}={value!r}" for name, value in shown.items())

@@ -1,8 +1,7 @@
 """First code of a child: sets up the interpreter like the parent's, then calls `child.main`.
 
-A fresh interpreter runs this file by path, with the channel's descriptor and a title for `ps` as arguments; a fork of
-the fork server calls `main_of_fork`. Imports only the standard library until `sys.path` is the parent's, which may lead
-to another `prefect_gpu`.
+A fresh interpreter runs this file by path, with the channel's descriptor and a title for `ps` as arguments. Imports only
+the standard library until `sys.path` is the parent's, which may lead to another `prefect_gpu`.
 """
 
 import os
@@ -20,12 +19,11 @@ import faulthandler
 import gc
 import json
 import signal
-import socket
 import struct
-import traceback
+from typing import Any
 
 
-def main(descriptor: int, forked: bool = False) -> None:
+def main(descriptor: int) -> None:
     """Set `sys.path` and `sys.argv` from the first frame on the channel's `descriptor`, then run the child."""
     # Until the body: with garbage collection, importing Prefect takes 1.05 s of CPU, without 0.92 s.
     gc.disable()
@@ -37,13 +35,12 @@ def main(descriptor: int, forked: bool = False) -> None:
         if reconfigure is not None:
             # The parent decodes UTF-8, whatever the locale.
             reconfigure(encoding="utf-8", line_buffering=True, errors="backslashreplace")
-    _, length = struct.unpack("!BQ", _read_exactly(descriptor, 9))
-    boot = json.loads(_read_exactly(descriptor, length))
+    boot = read_boot(descriptor)
     sys.path[:] = boot["sys_path"]
     sys.argv[:] = boot["argv"]
     from prefect_gpu.child import main as child
 
-    child.main(descriptor, boot.get("warm"), forked)
+    child.main(descriptor, boot.get("warm"), boot.get("control"))
 
 
 def hear_no_interrupt() -> None:
@@ -57,42 +54,11 @@ def _do_nothing(number: int, frame: object) -> None:
     pass
 
 
-def main_of_fork(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
-    """Run a child in this new fork of the fork server, then end the process. All arguments are descriptors.
-
-    `channel` leads to the parent. `stdout` and `stderr` become the standard streams. The parent waits at the other end
-    of the socket `reply` for this process's id and pidfd. The file `request` has the environment and folder (JSON).
-    """
-    os.setsid()
-    with socket.socket(fileno=reply) as answer:
-        # A pidfd, since the server reaps this process. Sent after `setsid`: the parent kills by session.
-        pidfd = os.pidfd_open(os.getpid())
-        socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
-        os.close(pidfd)
-    for number, descriptor in ((1, stdout), (2, stderr)):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    with open(request, "rb") as file:
-        # The parent shares the file's offset and has written to the end.
-        file.seek(0)
-        wanted = json.load(file)
-    os.environ.clear()
-    os.environ.update(wanted["environment"])
-    from prefect_gpu.child import exit as process_exit
-
-    code = 0
-    try:
-        if wanted["cwd"]:
-            os.chdir(wanted["cwd"])
-        # Python seeds its own generator in a fork, NumPy does not; PyTorch's has a fixed seed in each process.
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed()
-        main(channel, forked=True)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    process_exit.end_fork(code)
+def read_boot(descriptor: int) -> dict[str, Any]:
+    """Read the channel's first frame and return its content; end this process if the parent has ended."""
+    _, length = struct.unpack("!BQ", _read_exactly(descriptor, 9))
+    boot: dict[str, Any] = json.loads(_read_exactly(descriptor, length))
+    return boot
 
 
 def _read_exactly(descriptor: int, size_bytes: int) -> bytes:

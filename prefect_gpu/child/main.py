@@ -12,13 +12,14 @@ import importlib
 import inspect
 import os
 import signal
+import socket
 import sys
 import traceback
 from typing import Any
 
 from prefect_gpu import in_task, values
 from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child import warm_up
+from prefect_gpu.child import forks, warm_up
 from prefect_gpu.child.channel import Channel, current_channel, set_current_channel
 from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
@@ -35,17 +36,29 @@ from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
 
 
-def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -> None:
+def main(descriptor: int, warm: list[str] | None = None, control: int | None = None) -> None:
     """Receive a task on the channel's `descriptor`, run the task, and send its result.
 
-    `warm` has the modules that a standby imports before it receives its task; `None`: not a standby. A forked process
-    (`forked`) is not finalised here, since that would copy the memory that it shares with the fork server.
+    `warm` has the modules that a warm process imports before it receives its task; `None`: a process for one task. A warm
+    process with the socket `control` never receives a task: it is forked for each, and its forks return from here.
     """
     interrupts = _Interrupts()
     channel = Channel(descriptor)
     late_prefect = LatePrefect()
+    forked = control is not None
     try:
-        prepare = _wait_for_task(channel, warm)
+        if warm is not None:
+            done = warm_up.warm_up(warm, forked)
+            channel.send(done)
+            if done.problem:
+                sys.stdout.flush()
+                os._exit(0)
+        if control is not None:
+            # A fork has closed its copy of the warm process's channel.
+            channel = Channel(forks.serve(socket.socket(fileno=control), descriptor))
+        prepare = channel.receive()
+        if not isinstance(prepare, Prepare):
+            raise ProtocolError(f"the parent sent {prepare!r} where a task was expected")
         if prepare.late is not None:
             try:
                 warm_up.become_task_process(prepare.late)
@@ -53,31 +66,18 @@ def main(descriptor: int, warm: list[str] | None = None, forked: bool = False) -
                 # The task's folder is gone, or modules have changed: the parent starts a fresh process.
                 os._exit(UNSUITED_CODE)
         prepare.interpreter.apply()
-        # After a standby's imports: a module that asks the parent a question there would wait for ever.
+        # After the imports of a warm process: a module that asks the parent a question there would wait for ever.
         set_current_channel(channel)
         in_task.set_current_allocation(prepare.allocation)
         channel.send(Accepted())
-        _run(channel, prepare, late_prefect, interrupts, made_for_it=not forked and warm is None)
+        _run(channel, prepare, late_prefect, interrupts, made_for_it=warm is None)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         # The parent is gone.
         os._exit(1)
-    if not forked:
-        process_exit.run_exit_functions()
-        process_exit.finalise_users_modules()
-
-
-def _wait_for_task(channel: Channel, warm: list[str] | None) -> Prepare:
-    """Wait for the task's `Prepare` and return it; a standby first imports its modules (`warm`)."""
-    if warm is not None:
-        done = warm_up.warm_up(warm)
-        channel.send(done)
-        if done.problem:
-            sys.stdout.flush()
-            os._exit(0)
-    message = channel.receive()
-    if not isinstance(message, Prepare):
-        raise ProtocolError(f"the parent sent {message!r} where a task was expected")
-    return message
+    process_exit.run_exit_functions()
+    process_exit.finalise_users_modules()
+    if forked:
+        process_exit.end_fork(warm_up.origin().opened)
 
 
 class _Interrupts:

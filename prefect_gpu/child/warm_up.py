@@ -1,4 +1,4 @@
-"""The code of a standby: imports modules before the task is known, then becomes the task's process.
+"""The code of a warm process: imports modules before the task is known, then becomes the task's process, or is forked.
 
 An import may start a framework or driver, which a policy can then no longer configure (`find_started`): no task may run
 in such a process. `processes.standby_kind` chooses the modules.
@@ -12,16 +12,22 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from prefect_gpu import in_task as inside
+from prefect_gpu.child import exit as process_exit
 from prefect_gpu.devices import cuda_driver
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.process_resources import read_own_bytes, read_status
 from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Late, Warmed
+
+if TYPE_CHECKING:
+    from prefect_gpu.child.forks import ThreadWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,35 +42,56 @@ class _Origin:
     cwd: str
     #: Names and files of the user's modules that were imported.
     files: frozenset[tuple[str, str]]
+    #: Variables before the imports.
+    environment: Mapping[str, str]
+    #: Files that libraries have opened, of a process that is forked.
+    opened: Sequence[weakref.ref[Any]]
 
 
 _origin: _Origin
 
 
-def warm_up(entries: Iterable[str]) -> Warmed:
-    """Import the modules of a standby (`WarmSpec.modules`), and return the report for the parent."""
+def origin() -> _Origin:
+    """Return the state of this warm process, or of the one that it is a fork of, at its imports."""
+    return _origin
+
+
+def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
+    """Import modules (`WarmSpec.modules`), and return the report for the parent; `forks`: the process is to be forked."""
     global _origin
+    # Imported late: it imports this module.
+    from prefect_gpu.child.forks import ThreadWatch, find_problem
+
     entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
-    libraries = tuple(itertools.takewhile(_is_library, entries))
+    environment, opened = dict(os.environ), list[weakref.ref[Any]]()
+    # A fork imports the user's modules itself: what they open, draw at random or start belongs to one task.
+    libraries = entries if forks else tuple(itertools.takewhile(_is_library, entries))
+    watch = ThreadWatch() if forks else None
     with inside.before_the_task() as asked:
-        failed = import_all(libraries)
+        failed = import_all(libraries, watch)
+        if forks:
+            # Otherwise each fork would write the buffered output as well.
+            opened = process_exit.write_open_files()
+            process_exit.flush_streams()
         # Finalising libraries takes most of a second with PyTorch. The user's objects may hold files open.
         gc.freeze()
         failed |= import_all(entries[len(libraries) :])
     # Otherwise this collection of the objects of the user's imports would fall into the body's time.
     gc.collect()
     started = find_started()
+    if watch is not None:
+        started = started or find_problem(watch)
     if asked:
         started = started or "a module asked current_allocation() as it was imported"
     # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
-    _origin = _Origin(began_ns, sys_path, cwd, files)
+    _origin = _Origin(began_ns, sys_path, cwd, files, environment, opened)
     return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
 
 
-def import_all(entries: Iterable[str]) -> dict[str, str]:
+def import_all(entries: Iterable[str], watch: ThreadWatch | None = None) -> dict[str, str]:
     """Import modules (as in `WarmSpec.modules`), and return the reason of each failure by entry."""
     failed = {}
     for entry in entries:
@@ -77,6 +104,8 @@ def import_all(entries: Iterable[str]) -> dict[str, str]:
         except BaseException as error:
             # The task's fresh process imports the module again, and the body gets the exception there.
             failed[entry] = f"{type(error).__name__}: {error}"
+        if watch is not None:
+            watch.look(entry)
     return failed
 
 
@@ -103,13 +132,17 @@ def become_task_process(late: Late) -> None:
     modules than this process has imported.
     """
     _check_modules(late)
-    _follow_parent()
+    follow(os.getppid())
     _set_variables(late.environment)
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    # As in a process started now, after the same imports.
-    before, wanted = _origin.sys_path, late.sys_path
+    set_paths(late.sys_path)
+
+
+def set_paths(wanted: tuple[str, ...]) -> None:
+    """Set `sys.path` as in a process started now with these paths, after the same imports."""
+    before = _origin.sys_path
     if wanted not in (before, tuple(sys.path)):
         added = [path for path in sys.path if path not in before and path not in wanted]
         sys.path[:] = [*wanted, *added]
@@ -146,9 +179,8 @@ def _is_library(entry: str) -> bool:
     return module.partition(".")[0] == "prefect_gpu" or module in registry.ADAPTERS
 
 
-def _follow_parent() -> None:
-    """Set the parent's current umask and resource limits; do nothing without `/proc` (macOS)."""
-    parent = os.getppid()
+def follow(parent: int) -> None:
+    """Set the current umask and resource limits of the process `parent`; do nothing without `/proc` (macOS)."""
     umask = read_status(parent, "Umask")
     if not umask:
         return

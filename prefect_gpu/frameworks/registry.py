@@ -174,10 +174,13 @@ def brings_prefect(entry: str) -> bool:
         return True
     if module == "__main__" or module not in sys.modules or not is_users(module):
         return False
-    return any(
-        _text(_home(value)).partition(".")[0] == "prefect"
-        for value in list(object.__getattribute__(sys.modules[module], "__dict__").values())
-    )
+    return any(name.partition(".")[0] == "prefect" for name in homes(module))
+
+
+def homes(module: str) -> tuple[str, ...]:
+    """Return the modules that define the objects in a loaded module: what it imports at its top level, about."""
+    values = list((look_at(module, "__dict__") or {}).values())
+    return tuple(dict.fromkeys(filter(None, (_text(_home(value)) for value in values))))
 
 
 def _home(value: Any) -> Any:
@@ -304,6 +307,11 @@ def is_users(module: str | None) -> bool:
     if root in {*sys.stdlib_module_names, *FRAMEWORK_BY_ROOT, "keras", "prefect_gpu"}:
         return False
     spec = look_at(root, "__spec__")
+    if root not in sys.modules:
+        with contextlib.suppress(
+            Exception
+        ):  # raised by a third-party finder, or for a name that is none
+            spec = importlib.util.find_spec(root)
     # A package's folders, or a module's file.
     places = getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None)]
     return not any(_is_installed(root, str(place)) for place in places if place)

@@ -52,9 +52,7 @@ def find_strays(children: Mapping[int, str]) -> list[int]:
     """Return the ids of all processes that belong to `children` (process id to token), in any process group.
 
     A process belongs to a child if it is in the child's session, or if the environment of its last exec has the child's
-    token in `TOKEN_VARIABLE`. A fork of the fork server has the server's
-    environment in `/proc`, so only its session shows whose it is. Nothing is
-    found without `/proc` (macOS), or if `/proc` has other process ids (`unshare --pid` without a mount of `/proc`).
+    token in `TOKEN_VARIABLE`. (A fork of a warm process writes its own there.) Nothing is found without `/proc` (macOS), or if `/proc` has other process ids (`unshare --pid` without a mount of `/proc`).
     """
     tokens = {token.encode() for token in children.values()}
     try:

@@ -1,6 +1,6 @@
 """Starts a fresh interpreter for a child, and gives it the state of this interpreter.
 
-`launcher` uses a child's process by the protocol `Process`. `fork_server` forks a process instead.
+`launcher` uses a child's process by the protocol `Process`. `forks` has processes that are forked instead.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class SpawnRequest:
     environment: Mapping[str, str]
     #: Folder to start in; empty: the parent's.
     cwd: str
+    #: Another descriptor to inherit; not for a fork.
+    control: int | None = None
 
 
 class Process(Protocol):
@@ -93,7 +95,9 @@ def start_interpreter(request: SpawnRequest) -> Interpreter:
         stderr=subprocess.PIPE,
         # Unbuffered: data left in Python's buffer by a fork or a slow reader would be lost.
         bufsize=0,
-        pass_fds=(request.channel,),
+        pass_fds=(request.channel,)
+        if request.control is None
+        else (request.channel, request.control),
         start_new_session=True,
         env=dict(request.environment),
         cwd=request.cwd or None,

@@ -44,7 +44,7 @@ UNSUITED_CODE = 75
 
 @dataclass(frozen=True, slots=True)
 class WarmSpec:
-    """Everything needed to start a standby: a process that imports modules before its task is known."""
+    """Everything needed to start a warm process, which imports modules before its tasks are known."""
 
     #: Modules to import: `package.module`, or `package:name,name` for `from package import name, name`.
     modules: tuple[str, ...]
@@ -52,6 +52,8 @@ class WarmSpec:
     cwd: str = ""
     argv: tuple[str, ...] = ()
     sys_path: tuple[str, ...] = ()
+    #: Descriptor to inherit, of the socket on which the parent requests forks; `None`: the process serves one task.
+    control: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,14 +128,21 @@ class LaunchedChild:
         self.deadline: float | None = None
         self.deadline_reason = ""
 
-    def open(self, spawn: Spawner, title: str, environment: Mapping[str, str], cwd: str) -> None:
+    def open(
+        self,
+        spawn: Spawner,
+        title: str,
+        environment: Mapping[str, str],
+        cwd: str,
+        control: int | None,
+    ) -> None:
         """Open the channel and start the process. After an exception the caller closes the opened descriptors."""
         while self.process is None:
             self.channel, theirs = socket.socketpair()
             with theirs:
                 for end in (self.channel, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-                request = SpawnRequest(title, theirs.fileno(), environment, cwd)
+                request = SpawnRequest(title, theirs.fileno(), environment, cwd, control)
                 try:
                     self.process = (self.spawn or spawn)(request)
                 except OSError as error:
@@ -203,8 +210,6 @@ class ProcessLauncher:
         self._closing = False
         self._own = contextlib.ExitStack()
         self._children: set[LaunchedChild] = set()
-        #: Tokens of other processes that the guardian kills, by process id.
-        self._guarded: dict[int, str] = {}
         self.output = OutputForwarder(on_progress=self._wake)
 
     # Any thread.
@@ -232,18 +237,6 @@ class ProcessLauncher:
         self.call(lambda: self._launch(child))
         return Handle(self, child)
 
-    def guard(self, pid: int, token: str) -> None:
-        """Let the guardian (started with the first child) kill a process like a child; empty `token`: no longer."""
-
-        def register() -> None:
-            if token:
-                self._guarded[pid] = token
-                self._guardian.tell(f"+{pid} {token}")
-            elif self._guarded.pop(pid, None):
-                self._guardian.tell(f"-{pid}")
-
-        self.call(register)
-
     def call(self, command: Callable[[], None]) -> None:
         """Call a function on the launcher's thread, soon, without waiting."""
         self._commands.append(command)
@@ -270,7 +263,6 @@ class ProcessLauncher:
         for child in self._children:
             if child.process is not None:
                 yield child.process.pid, child.token
-        yield from self._guarded.items()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End all children, the guardian and the thread. `start` may be called again afterwards."""
@@ -392,7 +384,8 @@ class ProcessLauncher:
         spec, child.spec = child.spec, None
         assert spec is not None
         # Before the process starts: encoding may fail, and no process must be ended then.
-        warm = {"warm": spec.modules} if isinstance(spec, WarmSpec) else {}
+        control = spec.control if isinstance(spec, WarmSpec) else None
+        warm = {"warm": spec.modules, "control": control} if isinstance(spec, WarmSpec) else {}
         boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
         child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
         if isinstance(spec, LaunchSpec):
@@ -400,7 +393,8 @@ class ProcessLauncher:
             title, environment = spec.task_name, environment_with(spec.environment)
         else:
             title, environment = STANDBY_TITLE, dict(spec.environment)
-        child.open(self._spawn_process, title, with_token(environment, child.token), spec.cwd)
+        environment = with_token(environment, child.token)
+        child.open(self._spawn_process, title, environment, spec.cwd, control)
         process = child.process
         assert process is not None and child.channel is not None
         # Before the child gets its input: until then it does nothing, and ends when its channel closes.

@@ -6,8 +6,9 @@ A child has one stream socket and one task:
     ------                                -----
     boot frame: sys.path, argv    ───▶    sets up the interpreter like the parent's
 
-                                          only a standby (a process started before its task):
-                                  ◀───    Warmed (modules are imported), or it ends
+                                          only a warm process (started before its tasks):
+                                  ◀───    Warmed (modules are imported), or it ends; one that
+                                          is forked gets no more, each fork begins as above
 
     Prepare                       ───▶    policy, allocation; a standby applies `Late`
     value frame: the `Call`       ───▶
@@ -156,18 +157,19 @@ class ReleaseUnused(Message):
 
 @dataclass(frozen=True, slots=True)
 class Warmed(Message):
-    """Report of a standby about its imports. A standby with a `problem` ends by itself, even if it has a task."""
+    """Report of a warm process about its imports. With a `problem` it ends by itself, even if it has a task."""
 
     #: Modules whose import failed. Side effects of such an import are unknown, so no task may run.
     failed: tuple[str, ...] = ()
-    #: Action of a module at its import, such as a driver's start, after which a policy comes too late; empty: none.
+    #: Action of a module at its import, such as a driver's start, after which a policy or a fork comes too late; empty:
+    #: none.
     touched: str = ""
     #: Private memory of the process now, in bytes; 0: unknown.
     resident_bytes: int = 0
 
     @property
     def problem(self) -> str:
-        """Reason why no task may run in the standby; empty: a task may run."""
+        """Reason why no task may run in the process or a fork of it; empty: a task may run."""
         if self.touched:
             return self.touched
         return f"{', '.join(self.failed)} could not be imported" if self.failed else ""

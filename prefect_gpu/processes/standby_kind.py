@@ -1,8 +1,9 @@
-"""Kinds and stages of standbys, and the choice of a standby for a task.
+"""Kinds and stages of warm processes, and the choice of one for a task.
 
-A standby is a process that imports modules before its task is known. Tasks of one kind can use each other's standbys.
-Of the user's modules, a standby imports only modules that the task's process would import anyway. `standby_pool` starts
-the processes, and `scheduling.standbys` computes their number.
+A warm process imports modules before its tasks are known. A fork source is forked for each task of its kind; a standby
+becomes the process of one task. Of the user's modules, a standby imports only modules that the task's process would import
+anyway, and a source none: each fork imports them itself. `standby_pool` starts the processes, and `scheduling.standbys`
+computes their number.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from prefect_gpu.frameworks.adapter import (
     child_environment,
     late_changes,
 )
+from prefect_gpu.processes.forks import ForkSource
 from prefect_gpu.processes.interpreter import environment_with
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle
@@ -35,6 +37,12 @@ from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.scheduling.standbys import KindDemand
 
 logger = logging.getLogger(__name__)
+
+#: Frameworks whose forks, after their import alone, were shown to work on devices and without (docs/start.md).
+FORKED = frozenset({"torch", "cupy"})
+
+#: Seconds without a task of its kind after which a source ends.
+IDLE_S = 300.0
 
 #: Modules to import for a body that uses Prefect.
 OWN_MODULES = ("prefect_gpu.child.prefect_context", "prefect_gpu.task_runner")
@@ -51,11 +59,11 @@ Changes = dict[str, str | None]
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of a standby: its imports, and its environment during the imports."""
+    """Kind of a warm process: its imports, and its environment during the imports."""
 
     #: Modules of this package, Prefect and the frameworks; none of the user's.
     always: tuple[str, ...]
-    #: Modules that the task's own code imports, the task's module first.
+    #: Modules that the task's own code imports, the task's module first; of a source: libraries that they use.
     users: tuple[str, ...]
     #: Variables that differ from the parent's; `None`: removed.
     environment: tuple[tuple[str, str | None], ...]
@@ -65,6 +73,10 @@ class Kind:
     cpus: int = field(compare=False)
     #: Estimated host memory of one standby in bytes, until one is measured.
     size_bytes: int = field(compare=False)
+    #: Whether it is the kind of a fork source.
+    forks: bool = False
+    #: `users` of the kind of a source for these tasks; `None`: their processes must not be forks.
+    libraries: tuple[str, ...] | None = field(default=None, compare=False)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -80,6 +92,12 @@ class Kind:
     def without_users(self) -> Kind:
         """Return the kind without the user's modules."""
         return replace(self, users=())
+
+    def source(self) -> Kind | None:
+        """Return the kind of the source that is forked for these tasks; `None`: their processes must not be forks."""
+        if self.libraries is None:
+            return None
+        return replace(self, users=self.libraries, forks=True, libraries=None)
 
     def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of a standby, from the environment of its parent."""
@@ -100,12 +118,13 @@ def kind_of(
     size_bytes: int,
     environ: Mapping[str, str] | None = None,
     with_prefect: bool = True,
+    forks: bool = False,
 ) -> Kind:
     """Return the kind of standby that suits a task with the function `fn`.
 
     `policy` is the task's policy before placement, without devices and budget. `size_bytes` estimates the host memory
     of a standby. `environ` is the parent's environment (`None`: this process's). With `with_prefect`, the task uses
-    Prefect for certain; otherwise its modules may still import Prefect.
+    Prefect for certain; otherwise its modules may still import Prefect. `forks`: the task's process may be a fork.
     """
     environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
@@ -123,6 +142,7 @@ def kind_of(
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
+        libraries=_libraries(users, names) if forks and FORKED.issuperset(names) else None,
     )
 
 
@@ -152,6 +172,24 @@ def _users_modules(fn: Any, frameworks: Sequence[str]) -> list[str]:
     return found
 
 
+def _libraries(users: Iterable[str], frameworks: Sequence[str]) -> tuple[str, ...]:
+    """Return the libraries among modules that a task imports, and those that the user's modules among them use."""
+    found, seen, left = set(), set(), list(users)
+    while left:
+        entry = left.pop()
+        module = entry.partition(":")[0]
+        root = module.partition(".")[0]
+        if root in sys.stdlib_module_names or root in ("prefect", "prefect_gpu"):
+            continue
+        if not registry.is_users(root):
+            if module not in frameworks and registry.framework_of(root) in ("", *frameworks):
+                found.add(entry)
+        elif module not in seen:
+            seen.add(module)
+            left += [home for home in registry.homes(module) if home in sys.modules]
+    return tuple(sorted(entry for entry in found if _can_import(entry.partition(":")[0])))
+
+
 def _can_import(module: str) -> bool:
     """Return whether a child could import a module. Imports nothing."""
     if module in sys.modules:
@@ -178,12 +216,12 @@ class HostMemory(Protocol):
 
 
 class Stage(enum.IntEnum):
-    """Stage of a standby. If too many standbys of a kind exist, a standby in the lowest stage ends first."""
+    """Stage of a warm process. If too many standbys of a kind exist, a standby in the lowest stage ends first."""
 
     IMPORTING = 0
-    #: All modules are imported, and the standby waits for its task.
+    #: All modules are imported, and it waits for its task, or for requests to fork.
     WAITING = 1
-    #: The standby was killed, or ends by itself.
+    #: It was killed, or ends by itself: a source once its forks have ended.
     ENDING = 2
 
 
@@ -192,7 +230,7 @@ _serials = itertools.count()
 
 @dataclass(eq=False)
 class Standby:
-    """One standby: a process that was started before its task."""
+    """One warm process: a standby or a fork source."""
 
     kind: Kind
     #: May lack the user's modules of the kind.
@@ -201,6 +239,8 @@ class Standby:
     started_s: float
     #: Number in the order of starts.
     serial: int = field(default_factory=lambda: next(_serials))
+    #: `None`: it becomes the process of one task.
+    source: ForkSource | None = None
     #: `None`: not started yet.
     handle: Handle | None = None
     #: `None`: no process has been reported yet.
@@ -225,7 +265,9 @@ class Standby:
             self.import_place.release()
 
     def leave(self) -> None:
-        """Release the places in the machine's limits, once the standby has a task or has ended."""
+        """Release what it holds beside its process, once the standby has a task or a process has ended."""
+        if self.source is not None:
+            self.source.close()
         for place in (self.place, self.import_place):
             if place is not None:
                 place.release()
@@ -243,9 +285,9 @@ class Standby:
 def choose_standby(
     standbys: Iterable[Standby], kind: Kind, environment: Mapping[str, str]
 ) -> tuple[tuple[Standby, Changes] | None, list[Standby]]:
-    """Return the most advanced standby for a task and the variables to change in it (`None`: no standby suits).
+    """Return the most advanced process for a task and the variables to change in it (`None`: none suits).
 
-    Also return the kind's standbys that are unsuitable because the parent's environment has changed.
+    Also return the kind's processes that are unsuitable because the parent's environment has changed.
     """
     best: tuple[Standby, Changes] | None = None
     best_rank: tuple[Any, ...] = ()
@@ -255,7 +297,8 @@ def choose_standby(
         similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
             kind.modules
         )
-        if standby.stage is Stage.ENDING or not similar:
+        may_fork = kind.forks or not standby.kind.forks
+        if standby.stage is Stage.ENDING or not similar or not may_fork:
             continue
         changes = standby.changes_for(kind, environment)
         if changes is None:
@@ -286,6 +329,8 @@ class KindRecord:
     without_users: bool = False
     #: Number of the kind's last task start, counted over all kinds; 0: no task of the kind was started.
     last_used: int = 0
+    #: Monotonic seconds of that start.
+    used_s: float = float("-inf")
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -337,7 +382,10 @@ class KindRecord:
 
 
 def demands_of(
-    records: Mapping[Kind, KindRecord], announced: Sequence[Kind], standbys: Collection[Standby]
+    records: Mapping[Kind, KindRecord],
+    announced: Sequence[Kind],
+    standbys: Collection[Standby],
+    now_s: float,
 ) -> list[KindDemand]:
     """Return the demand for each kind, most urgent first; `announced`: kinds of tasks without a process, in order."""
     used = sorted((r for r in records.values() if r.last_used), key=lambda r: -r.last_used)
@@ -350,16 +398,18 @@ def demands_of(
     for kind in kinds:
         stages = [s.stage for s in standbys if s.kind == kind]
         record, importing = records[kind], stages.count(Stage.IMPORTING)
+        recent = not kind.forks or now_s - record.used_s < IDLE_S
         demands.append(
             KindDemand(
                 kind,
                 waiting=announced.count(kind),
-                latest=kind == latest,
-                used=record.last_used > 0,
+                latest=kind == latest and recent,
+                used=record.last_used > 0 and recent,
                 size_bytes=record.size_bytes,
                 ready=len(stages) - importing - stages.count(Stage.ENDING),
                 importing=importing,
                 useful=not record.given_up,
+                forks=kind.forks,
             )
         )
     return demands

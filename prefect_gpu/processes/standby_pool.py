@@ -1,7 +1,7 @@
-"""The pool of standbys, which starts standbys, gives them to tasks, and ends them.
+"""The pool of warm processes: starts them, forks them for tasks or gives them to tasks, and ends them.
 
 One pool serves all runners of a Python process. A runner announces each submitted task; the announcement is then the
-task's `Launcher`. `standby_kind` chooses the standby for a task, `scheduling.standbys` computes the number of standbys.
+task's `Launcher`. `standby_kind` chooses the process for a task, `scheduling.standbys` computes their number.
 """
 
 from __future__ import annotations
@@ -14,14 +14,22 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from prefect_gpu.devices.host import count_cores, read_host_available_bytes
 from prefect_gpu.devices.shared_folder import SharedFolder
 from prefect_gpu.errors import CapacityError
-from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
-from prefect_gpu.processes.interpreter import environment_with, import_paths, working_folder
+from prefect_gpu.process_resources import PROCESS_RESOURCES, read_status, start_thread
+from prefect_gpu.processes.forks import ForkSource
+from prefect_gpu.processes.interpreter import (
+    Process,
+    SpawnRequest,
+    environment_with,
+    import_paths,
+    working_folder,
+)
 from prefect_gpu.processes.launch_spec import (
     UNSUITED_CODE,
     ChildExited,
@@ -70,14 +78,16 @@ _ENDING_S = 5.0
 
 
 class Announcement:
-    """`Launcher` of a submitted task, for which the pool keeps a standby until the first `start`, or `retract`."""
+    """`Launcher` of a submitted task, for which the pool keeps a process until the first `start`, or `retract`."""
 
-    def __init__(self, pool: StandbyPool, kind: Kind) -> None:
+    def __init__(self, pool: StandbyPool, kind: Kind, owner: object) -> None:
         self._pool = pool
         self.kind = kind
+        #: The runner; once it is closed, nothing is waited for. `None`: not known.
+        self.owner = owner
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
-        """Give the task to a suitable standby, or start a process for it."""
+        """Fork a suitable process for the task, or give a standby to it, or start a process. May wait for imports."""
         return self._pool.start(self, spec, listener)
 
     def retract(self) -> None:
@@ -100,7 +110,13 @@ class StandbyPool:
         self._cores = cores or count_cores()
         self._reset()
         # The parent's standbys, announcements and thread do not exist in a fork.
-        PROCESS_RESOURCES.after_fork(self, StandbyPool._reset)
+        PROCESS_RESOURCES.after_fork(self, StandbyPool._forget)
+
+    def _forget(self) -> None:
+        for standby in self._standbys:
+            if standby.source is not None:
+                standby.source.close()
+        self._reset()
 
     def _reset(self) -> None:
         self._changed = threading.Condition()
@@ -115,6 +131,8 @@ class StandbyPool:
         self._standbys: list[Standby] = []
         #: Processes of tasks, each with its kind if the process was a standby and the body has not begun, else `None`.
         self._running: dict[object, Kind | None] = {}
+        #: The same for forks, to their ends.
+        self._forked: dict[object, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
         #: Monotonic seconds since which tasks wait for host memory; `None`: no task waits.
@@ -141,8 +159,9 @@ class StandbyPool:
         """Remove a runner. If no runner is left, end all standbys and wait for their end."""
         with self._changed:
             self._owners.pop(owner, None)
+            # Its tasks may wait for imports.
+            self._wake()
             if self._owners:
-                self._wake()
                 return
             self._announced.clear()
             self._end_all()
@@ -153,6 +172,10 @@ class StandbyPool:
             deadline = time.monotonic() + _ENDING_S
             while self._standbys and (left_s := deadline - time.monotonic()) > 0:
                 self._changed.wait(left_s)
+            for standby in self._standbys:
+                # A fork hangs at its end.
+                if standby.handle is not None:
+                    standby.handle.kill()
 
     def shut_down(self) -> None:
         """End all standbys and start no more, since the interpreter is about to end."""
@@ -163,9 +186,9 @@ class StandbyPool:
             self._end_all()
             self._wake()
 
-    def announce(self, kind: Kind) -> Announcement:
-        """Note that a task of a kind was submitted, so that a standby is started for it, and return its launcher."""
-        announcement = Announcement(self, kind)
+    def announce(self, kind: Kind, owner: object = None) -> Announcement:
+        """Note that a runner's (`owner`) task of a kind was submitted, so that a process is started; return its launcher."""
+        announcement = Announcement(self, kind, owner)
         with self._changed:
             self._announced[announcement] = None
             self._record(kind)
@@ -183,7 +206,7 @@ class StandbyPool:
         self, announcement: Announcement, spec: LaunchSpec, listener: Listener
     ) -> ChildHandle:
         """See `Announcement.start`. From now on no standby is kept for the task."""
-        kind, environment = announcement.kind, environment_with(spec.environment)
+        environment = environment_with(spec.environment)
         process = object()
 
         def listen(message: Any) -> None:
@@ -192,14 +215,17 @@ class StandbyPool:
         with self._changed:
             self._announced.pop(announcement, None)
             self._running[process] = None
-            if self._owners:
-                self._record(kind).last_used = next(self._uses)
-            found, misfits = choose_standby(self._standbys, kind, environment)
-            for standby in misfits:
-                why = "the environment changes from task to task"
-                self._record(standby.kind).take_failure(standby, time.monotonic(), why)
-                self._end(standby)
-            if found is not None:
+            while True:
+                kind, found = self._choose(announcement, environment)
+                source = None if found is None else found[0].source
+                closed = announcement.owner is not None and announcement.owner not in self._owners
+                if closed and source is not None and found is not None and not found[0].ready:
+                    source = found = None
+                if source is None or found is None or found[0].ready:
+                    break
+                # It imports already, for all tasks of its kind.
+                self._changed.wait()
+            if source is None and found is not None:
                 standby, changes = found
                 if standby.ready:
                     # Until the body begins, a new standby would take the task's cores.
@@ -209,7 +235,8 @@ class StandbyPool:
                 return self._give(standby, changes, spec, listen)
             self._check_soon()
         try:
-            return self._launcher.start(spec, listen)
+            fork = None if source is None else partial(self._fork, source, process, kind)
+            return self._launcher.start(spec, listen, fork)
         except BaseException:
             with self._changed:
                 del self._running[process]
@@ -234,6 +261,25 @@ class StandbyPool:
             return tuple(s.pid for s in self._standbys if s.pid is not None)
 
     # With the lock.
+
+    def _kind(self, kind: Kind) -> Kind:
+        """Return the kind of the warm process for tasks of a kind: of a source, unless those have been given up."""
+        source = kind.source()
+        return kind if source is None or self._record(source).given_up else source
+
+    def _choose(
+        self, announcement: Announcement, environment: Mapping[str, str]
+    ) -> tuple[Kind, tuple[Standby, Changes] | None]:
+        kind = self._kind(announcement.kind)
+        if self._owners:
+            record = self._record(kind)
+            record.last_used, record.used_s = next(self._uses), time.monotonic()
+        found, misfits = choose_standby(self._standbys, kind, environment)
+        for standby in misfits:
+            why = "the environment changes from task to task"
+            self._record(standby.kind).take_failure(standby, time.monotonic(), why)
+            self._end(standby)
+        return kind, found
 
     def _give(
         self, standby: Standby, changes: Changes, spec: LaunchSpec, listener: Listener
@@ -269,8 +315,13 @@ class StandbyPool:
     def _end(self, standby: Standby) -> None:
         # A standby with a task belongs to the task.
         if standby.stage is not Stage.ENDING and not standby.given and standby.handle is not None:
-            standby.stage = Stage.ENDING
-            standby.handle.kill()
+            ready, standby.stage = standby.ready, Stage.ENDING
+            if standby.source is not None and ready:
+                standby.source.retire()
+            else:
+                standby.handle.kill()
+            # Tasks wait for sources that import.
+            self._changed.notify_all()
 
     def _record(self, kind: Kind) -> KindRecord:
         return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
@@ -308,17 +359,22 @@ class StandbyPool:
             cores, most = 2 * self._imports_at_once(), self._most()
             machine = Machine(available_bytes, promised_bytes, RESERVE_BYTES, cores, most)
             self._end_hung(now)
-            announced = [a.kind for a in self._announced]
+            announced = [self._kind(a.kind) for a in self._announced]
             for record in self._records.values():
                 record.forget(now)
-            demands = demands_of(self._records, announced, self._standbys)
+            for kind in self._forked.values():
+                self._record(kind).used_s = now
+            demands = demands_of(self._records, announced, self._standbys, now)
             self._carry_out(plan_standbys(demands, machine), now)
 
     def _end_hung(self, now: float) -> None:
-        """End standbys that have imported for more than `IMPORT_S` seconds."""
+        """End processes that have imported for more than `IMPORT_S` seconds, or were stopped (SIGSTOP) meanwhile."""
         for standby in self._standbys:
-            if standby.stage is Stage.IMPORTING and now - standby.started_s > IMPORT_S:
-                why = f"it imported for more than {IMPORT_S:g} s"
+            if standby.stage is not Stage.IMPORTING:
+                continue
+            stopped = standby.pid is not None and read_status(standby.pid, "State").startswith("T")
+            if stopped or now - standby.started_s > IMPORT_S:
+                why = "it was stopped" if stopped else f"it imported for more than {IMPORT_S:g} s"
                 self._record(standby.kind).take_failure(standby, now, why)
                 self._end(standby)
 
@@ -335,15 +391,18 @@ class StandbyPool:
                 self._start(kind, now)
 
     def _start(self, kind: Kind, now: float) -> None:
+        source = ForkSource() if kind.forks else None
         spec = WarmSpec(
             modules=self._record(kind).modules,
             environment=kind.environment_of(os.environ),
             cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
+            control=None if source is None else source.descriptor,
         )
-        standby = Standby(kind, spec, now)
+        standby = Standby(kind, spec, now, source=source)
         if not self._take_places(standby):
+            standby.leave()
             return
         try:
             standby.handle = self._launcher.start(
@@ -362,13 +421,13 @@ class StandbyPool:
             return True
         try:
             standby.import_place = self._shared.hold_one("import", self._imports_at_once())
+            if standby.source is not None:
+                return standby.import_place is not None
             if standby.import_place is not None:
                 standby.place = self._shared.hold_one("standby", self._most())
         except OSError as error:
             logger.debug("standbys of other processes are not counted: %s", error)
             return True
-        if standby.place is None:
-            standby.leave()
         return standby.place is not None
 
     def _most(self) -> int:
@@ -386,6 +445,15 @@ class StandbyPool:
 
     # The launcher's thread.
 
+    def _fork(
+        self, source: ForkSource, process: object, kind: Kind, request: SpawnRequest
+    ) -> Process:
+        forked = source.fork(request)
+        with self._changed:
+            # From now on: if the fork fails, the task's process is a fresh one.
+            self._running[process] = self._forked[process] = kind
+        return forked
+
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
         """Pass a message of a task's process to the task's listener; once the body begins, check for new standbys."""
         kind: Kind | None = None
@@ -393,12 +461,15 @@ class StandbyPool:
             # Before the listener, which may place other tasks: a core is free for their standbys.
             with self._changed:
                 kind = self._running.pop(process, None)
+                self._forked.pop(process, None)
         try:
             listener(message)
         finally:
             with self._changed:
                 if isinstance(message, (BodyStarted, ValueArrived)):
                     kind, self._running[process] = self._running.get(process), None
+                    if kind is not None and kind.forks:
+                        self._record(kind).take_success()
                 if kind is not None:
                     self._check_soon()
 
@@ -412,6 +483,8 @@ class StandbyPool:
                 return
             if isinstance(message, ChildStarted):
                 standby.pid = message.pid
+                if standby.source is not None:
+                    standby.source.started(message.pid)
             elif isinstance(message, Warmed):
                 # With a problem the standby ends by itself, and its task gets a fresh process.
                 standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
@@ -435,6 +508,7 @@ class StandbyPool:
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()
+            self._wake()
 
     def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
         """Record the end of a standby that the pool did not kill."""

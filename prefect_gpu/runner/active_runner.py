@@ -43,17 +43,15 @@ from prefect_gpu.engine.tag_limits import TagLimits
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.engine.tracebacks import CallingLine, calling_line
 from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
-from prefect_gpu.frameworks.registry import NO_FRAMEWORK
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
 from prefect_gpu.live.view import live_view
 from prefect_gpu.policy import is_split_text, near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
-from prefect_gpu.processes.fork_server import check_modules, fork_server_pool
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
-from prefect_gpu.processes.standby_pool import StandbyPool, standby_pool
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.events import set_aside_event
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
@@ -268,8 +266,6 @@ class ActiveRunner:
                     self._warn_once(text, text)
             # The sequence number is taken here, on the flow's thread: engine threads run in any order.
             plan = self._plans.make(task, policy, next_sequence())
-            if self._configuration.start_method == "forkserver":
-                check_modules(name for name in plan.named or plan.sharing if name != NO_FRAMEWORK)
         except Exception as error:  # noqa: BLE001 - it fails the task run, not the submit
             return error
         return plan
@@ -360,10 +356,9 @@ class ActiveRunner:
             self._ending = {body for body in self._ending if not body.finished}
 
     def announce(self, plan: TaskPlan) -> AnnouncedTask | None:
-        """Request that a standby or fork is prepared for a task; `None`: none will be. Never raises."""
+        """Request that a warm process is prepared for a task; `None`: none will be. Never raises."""
         standby = self._configuration.standby
-        forks = self._configuration.start_method == "forkserver"
-        if standby == 0 and not forks:
+        if standby == 0 and not self._forks:
             return None
         try:
             broker, policy = self.broker(), plan.policy
@@ -375,24 +370,28 @@ class ActiveRunner:
             kind = self._kind(plan, broker)
             if broker.reader.remote:
                 return self._open_cluster().announce(kind, plan.framework_policy(broker.kind, 1))
-            pool = fork_server_pool() if forks else standby_pool()
             with self._lock:
                 if self._closing.is_set():
                     return None
-                if isinstance(pool, StandbyPool):
-                    most = broker.max_processes
-                    if isinstance(standby, int):
-                        number = min(standby, most)
-                    else:
-                        number = most_by_default(count_cores(), most)
-                    pool.open(self, number, broker, _shared_folder())
+                most = broker.max_processes
+                if isinstance(standby, int):
+                    number = min(standby, most)
                 else:
-                    pool.open(self)
-            return pool.announce(kind)
+                    number = most_by_default(count_cores(), most)
+                standby_pool().open(self, number, broker, _shared_folder())
+            return standby_pool().announce(kind, self)
         except Exception:
             # The task's own request raises the same error.
             logger.debug("no process is kept ahead for %r", plan.task_name, exc_info=True)
             return None
+
+    @property
+    def _forks(self) -> bool:
+        """Whether processes may be forks of a warm process, on a system that has what they need."""
+        # Some builds of Python lack the functions. Under `-X dev` all of a process is finalised, which a fork is not.
+        able = all(hasattr(os, name) for name in ("fork", "memfd_create", "pidfd_open"))
+        on = self._configuration.start_method != "spawn" and not sys.flags.dev_mode
+        return on and able and sys.platform.startswith("linux")
 
     def _kind(self, plan: TaskPlan, broker: Broker) -> Kind:
         policy = plan.framework_policy(broker.kind, broker.processes)
@@ -406,6 +405,7 @@ class ActiveRunner:
             replace(policy, detected=plan.frameworks),
             size_bytes=plan.host_bytes,
             with_prefect=plan.with_prefect,
+            forks=self._forks and not broker.reader.remote,
         )
         self._kinds[id(plan.function)] = plan, kind
         return kind
@@ -508,13 +508,9 @@ class ActiveRunner:
             body.cancel()
 
     def _end_what_waits(self) -> None:
-        """End the standbys, unless another runner of this process uses them."""
-        if self._configuration.standby != 0:
+        """End the warm processes, unless another runner of this process uses them."""
+        if self._configuration.standby != 0 or self._forks:
             standby_pool().close(self)
-
-    def _close_fork_server(self) -> None:
-        if self._configuration.start_method == "forkserver":
-            fork_server_pool().close(self)
 
     def close(self, failed: bool, error: BaseException | None = None) -> None:
         """End the runner: wait for its tasks, or end them if `failed`, then publish the flow's report.
@@ -543,15 +539,12 @@ class ActiveRunner:
                 opened, self._cluster = self._cluster, None
             if opened is not None:
                 opened.close()
-            # Last: the fork server reports how its forks ended.
-            self._close_fork_server()
 
     def _end_all(self) -> None:
-        """End all processes and standbys. Idempotent."""
+        """End all processes. Idempotent."""
         self.cancel()
+        # Engines may wait for a warm process that imports.
         self._end_what_waits()
-        # Engines wait for a fork server that imports; how its forks end is no longer of interest.
-        self._close_fork_server()
         self._threads.cancel_all()
 
     def _close(self, failed: bool) -> None:

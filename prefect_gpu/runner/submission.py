@@ -269,7 +269,7 @@ class GPUTask:
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
     _climb: OomHistory = field(default=OomHistory(), init=False)
     _last: BodyRun | None = field(default=None, init=False)
-    #: Launcher of the processes; for an announced task, one that uses standbys or the fork server.
+    #: Launcher of the processes; for an announced task, one that uses warm processes.
     _launcher: Launcher = field(default_factory=process_launcher, init=False)
     #: Kind of matching standbys on the nodes of a cluster; empty: none match.
     _standby: str = field(default="", init=False)

@@ -1,7 +1,8 @@
-"""Number and kind of standbys: processes that import a task's modules before the task exists.
+"""Number and kind of warm processes, which import a task's modules before the task exists.
 
-Pure. A standby saves a task the seconds of its imports, and costs host memory and, while it imports, a core. There is
-one for each submitted task without a process, and one for the next task, which is likely of the kind of the last.
+Pure. A warm process saves tasks the seconds of their imports, and costs host memory and, while it imports, a core. Of a
+kind that is forked there is one. Of another there is a standby for each submitted task without a process, and one for the
+next task, which is likely of the kind of the last.
 `processes.standby_pool` starts and ends the processes.
 """
 
@@ -29,6 +30,8 @@ class KindDemand:
     importing: int
     #: False if standbys of this kind died, or could not run their tasks.
     useful: bool = True
+    #: Whether one process is forked for all tasks of this kind. It does not count in `Machine.most`.
+    forks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Machine:
     reserve_bytes: int
     #: Cores that this process may use.
     cores: int
-    #: Most standbys.
+    #: Most processes that become that of one task.
     most: int
 
 
@@ -96,6 +99,7 @@ def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
     wanted = {}
     for demand in demands:
         wanted[demand.kind] = max(demand.waiting, int(demand.latest)) if demand.useful else 0
+    sources = {d.kind: int(wanted.pop(d.kind) > 0 or _is_spare(d)) for d in demands if d.forks}
     targets = dict.fromkeys(wanted, 0)
     # Kinds take turns: a kind with a thousand tasks must leave standbys for other kinds.
     while most > 0 and any(targets[kind] < wanted[kind] for kind in wanted):
@@ -104,11 +108,14 @@ def _targets(demands: Sequence[KindDemand], most: int) -> dict[Hashable, int]:
                 targets[kind] += 1
                 most -= 1
     for demand in demands:
-        spare = demand.used and demand.useful and demand.ready + demand.importing > 0
-        if spare and most > 0 and targets[demand.kind] == 0:
+        if not demand.forks and _is_spare(demand) and most > 0 and targets[demand.kind] == 0:
             targets[demand.kind] = 1
             most -= 1
-    return targets
+    return {**targets, **sources}
+
+
+def _is_spare(demand: KindDemand) -> bool:
+    return demand.used and demand.useful and demand.ready + demand.importing > 0
 
 
 def _starts(

@@ -225,7 +225,7 @@ def main() -> int:
     real = os.environ[bodies.MEMORY] == "torch"
     runner: Any = GPUTaskRunner(
         devices=devices,
-        start_method="forkserver" if method == "forkserver" else "spawn",
+        start_method="auto" if method == "forkserver" else "spawn",
         standby=2 if method == "standby" else 0,
         max_processes=4,
     )

@@ -2,7 +2,7 @@
 
 | fault | test |
 |---|---|
-| a thread cannot be started | `test_limits`, `process/test_outcomes`, `process/test_fork_server_pool`, `unit/broker/test_broker` |
+| a thread cannot be started | `test_limits`, `process/test_outcomes`, `process/test_standby`, `unit/broker/test_broker` |
 | no thread writes what children print; the stream lacks characters | `test_output` |
 | a task waits for its retry as its flow raises | `test_retry_delay` |
 | guardians are killed one after the other | `test_guardian` |

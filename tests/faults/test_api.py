@@ -43,7 +43,7 @@ def say(number):
     return number
 
 
-@flow(task_runner=GPUTaskRunner(devices="host", start_method="forkserver"))
+@flow(task_runner=GPUTaskRunner(devices="host", start_method="auto"))
 def ask():
     from prefect.runtime import flow_run
 

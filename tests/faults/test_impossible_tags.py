@@ -39,7 +39,7 @@ def ends():
 
 found = []
 sys.addaudithook(note)
-for options in ({"standby": 2}, {"start_method": "forkserver"}):
+for options in ({"standby": 2}, {"start_method": "auto"}):
     runner = GPUTaskRunner(devices="simulated:2x24GiB", headroom="1GiB", reports=False, **options)
     found.append(flow(task_runner=runner)(ends)())
 names = [thread.name for thread in threading.enumerate()]

@@ -26,7 +26,7 @@ def say(number):
     return number
 
 
-@flow(task_runner=GPUTaskRunner(devices=sys.argv[1], reports=False, start_method="forkserver"))
+@flow(task_runner=GPUTaskRunner(devices=sys.argv[1], reports=False, start_method="auto"))
 def ask():
     return [future.result() for future in [say.submit(number) for number in range(3)]]
 

@@ -48,7 +48,7 @@ def work(gib, seconds, count):
         time.sleep(seconds)
 
 
-@flow(task_runner=GPUTaskRunner(devices=devices, start_method="forkserver", max_processes=64))
+@flow(task_runner=GPUTaskRunner(devices=devices, start_method="auto", max_processes=64))
 def shared():
     # The same in each flow, so that their waits can be compared.
     choose = random.Random(0)

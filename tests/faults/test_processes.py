@@ -127,24 +127,24 @@ def test_memory_under_a_number_that_equals_a_childs_by_chance_is_not_the_tasks(
     assert report.metadata_["leaked_bytes"] == "unknown"
 
 
-#: A parent with a fork server and its fork, a fresh process that has started others, and a standby. Prints the process
+#: A parent with a warm process and its fork, a fresh process that has started others, and a standby. Prints the process
 #: ids of the guardian, the fork server, the standby and the two tasks.
 PARENT = """
 import os, sys, time
 from tests.process import bodies
 from tests.process.rig import Rig, spec_of
-from tests.process.test_fork_server_pool import Pool
+from tests.process.test_forks import FORKED, run, source_pid
 from tests.process.warm import Warm
 folder = sys.argv[1]
-pool, rig = Pool(), Rig()
-rig.launcher = pool.launcher
-forked = pool.start(spec_of(bodies.wait_long, f"{folder}/forked"))
-fresh = rig.start(bodies.start_others, folder, "live")
+rig = Rig()
 warm = Warm(rig)
+forked = run(warm, spec_of(bodies.wait_long, f"{folder}/forked"))
+source = source_pid(warm)
+fresh = rig.start(bodies.start_others, folder, "live")
 warm.announce()
-(standby,) = warm.wait_ready()
-guardian = pool.launcher._guardian.process.pid
-print(guardian, pool.server_pid, standby, forked.pid, fresh.pid, flush=True)
+standby = max(warm.wait_ready(2), key=lambda pid: pid != source)
+guardian = rig.launcher._guardian.process.pid
+print(guardian, source, standby, forked.pid, fresh.pid, flush=True)
 time.sleep(600)
 """
 
@@ -224,14 +224,15 @@ def test_nothing_outlives_a_parent_that_was_killed_with_its_guardian(parent: Par
     assert eventually(parent.is_gone)
 
 
-#: A flow of forks. Its argument says what becomes of the fork server, of which all modules are imported but NumPy.
+#: A flow of forks. Its argument says what becomes of the warm process, which imports a library for ever.
 FORKS = """
 import os, pathlib, signal, sys, time
 from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.processes.fork_server import fork_server_pool
+from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.processes.launcher import process_launcher
 
+sys.path.append(os.path.abspath("site-packages"))
 WHAT = sys.argv[1]
 
 
@@ -242,23 +243,25 @@ def wait_for(path):
 
 @task(tags=gpu(memory="64MiB", framework="none"))
 def work(index):
+    if index < 0:
+        import slow_library
     return os.getppid() == os.getpid()
 
 
-@flow(task_runner=GPUTaskRunner(devices="host", start_method="forkserver", reports=False))
+@flow(task_runner=GPUTaskRunner(devices="host", start_method="auto", reports=False))
 def forks():
     if WHAT.startswith("imports"):
         futures = work.map([0, 1, 2])
-        wait_for("numpy-imported")
+        wait_for("being-imported")
         if WHAT.startswith("imports, "):
             # From now on it can be imported.
             pathlib.Path("import-at-once").touch()
             signum = signal.SIGKILL if "killed" in WHAT else signal.SIGSTOP
-            os.kill(fork_server_pool().pids[0], signum)
+            os.kill(standby_pool().pids[0], signum)
             return futures.result()
         raise ValueError("the flow ends here")
     first = work.submit(0).result()
-    for pid in (process_launcher()._guardian.process.pid, *fork_server_pool().pids):
+    for pid in (process_launcher()._guardian.process.pid, *standby_pool().pids):
         os.kill(pid, signal.SIGSTOP)
     if WHAT == "at its end":
         return [first]
@@ -268,10 +271,9 @@ def forks():
 print("RESULT", forks())
 """
 
-NUMPY = """
-import os, pathlib, time, types
-random = types.SimpleNamespace(seed=lambda: None)
-pathlib.Path("numpy-imported").touch()
+SLOW = """
+import os, pathlib, time
+pathlib.Path("being-imported").touch()
 while not os.path.exists("import-at-once"):
     time.sleep(0.01)
 """
@@ -292,7 +294,7 @@ def test_a_stopped_guardian_and_fork_server_hold_no_flow_up_and_do_not_outlive_i
 @pytest.mark.parametrize("then", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_fork_server_that_goes_as_it_imports_loses_no_task(place: Workplace, then: str) -> None:
     place.write("forks.py", FORKS)
-    place.write("numpy.py", NUMPY)
+    place.write("site-packages/slow_library.py", SLOW)
     done = place.run("forks.py", f"imports, is {then}")
     assert "RESULT [False, False, False]" in done.stdout
     assert not place.processes()
@@ -302,7 +304,7 @@ def test_a_flow_that_fails_does_not_wait_for_a_fork_server_that_imports_for_ever
     place: Workplace,
 ) -> None:
     place.write("forks.py", FORKS)
-    place.write("numpy.py", NUMPY)
+    place.write("site-packages/slow_library.py", SLOW)
     done = place.run("forks.py", "imports for ever", expect=1)
     assert "the flow ends here" in done.stderr
     assert not place.processes()
@@ -328,9 +330,9 @@ def times_out():
 
 
 for options in (
-    {"standby": 0},
-    {"standby": 2},
-    {"start_method": "forkserver"},
+    {"start_method": "spawn", "standby": 0},
+    {"start_method": "spawn", "standby": 2},
+    {"start_method": "auto"},
 ):
     runner = GPUTaskRunner(devices="simulated:2x1GiB", reports=False, **options)
     print("RESULT", *times_out.with_options(task_runner=runner)())
@@ -366,7 +368,7 @@ def kills(index):
     return index, killed
 
 
-@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", standby=3, reports=False, max_processes=1))
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x1GiB", start_method="spawn", standby=3, reports=False, max_processes=1))
 def fight():
     return kills.map(range(6)).result()
 
@@ -593,7 +595,7 @@ def forkers():
     return [total for total, _ in done], len(pids)
 
 
-for options in ({"standby": 1}, {"start_method": "forkserver"}):
+for options in ({"start_method": "spawn", "standby": 1}, {"start_method": "auto"}):
     if importlib.util.find_spec("tensorflow") is None or "start_method" in options:
         tensorflow_forks = torch_forks
     runner = GPUTaskRunner(devices="host", reports=False, **options)
@@ -625,7 +627,7 @@ found.deploy(name="stubborn", work_pool_name=os.environ["RUN_NAME"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "auto"])
 def test_runs_that_are_killed_or_cancelled_under_a_process_worker_leave_only_the_worker(
     place: Workplace, method: str
 ) -> None:

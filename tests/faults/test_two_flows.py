@@ -57,7 +57,7 @@ def alone():
     say("end")
 
 
-@flow(task_runner=GPUTaskRunner(devices="host", start_method="forkserver"))
+@flow(task_runner=GPUTaskRunner(devices="host", start_method="auto"))
 def main():
     say(f"submits {name}")
     wait_for("submits a", "submits b")
@@ -110,7 +110,7 @@ def short():
     pass
 
 
-@flow(task_runner=GPUTaskRunner(devices="simulated:1x24GiB@stopped", start_method="forkserver"))
+@flow(task_runner=GPUTaskRunner(devices="simulated:1x24GiB@stopped", start_method="auto"))
 def main():
     if sys.argv[1] == "stopped":
         futures = [runs.submit(), blocked.submit()]

@@ -253,7 +253,7 @@ from jobs import work
 from prefect import flow
 from prefect_gpu import GPUTaskRunner
 
-@flow(task_runner=GPUTaskRunner(devices="{DEVICES}", start_method="forkserver"))
+@flow(task_runner=GPUTaskRunner(devices="{DEVICES}", start_method="auto"))
 def beside():
     while not os.path.exists("notes.txt"):
         time.sleep(0.1)

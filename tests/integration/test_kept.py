@@ -49,7 +49,7 @@ def test_attempts_and_threads_are_gone_while_the_flow_goes_on(
     def work(index: int) -> int:
         return index
 
-    @flow(task_runner=GPUTaskRunner(devices=api.TWO, start_method="forkserver"))
+    @flow(task_runner=GPUTaskRunner(devices=api.TWO, start_method="auto"))
     def many() -> tuple[list[int], bool, bool]:
         # All at once: those that came first must not wait for one that comes later to be let go.
         futures = work.map(range(TASKS))

@@ -41,7 +41,7 @@ def run(body: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any,
     work = task(tags=[*SMALL, "of-the-task"], **options)(body)
     ids: list[Any] = []
 
-    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False, start_method="spawn"))
     def around(held: int) -> Any:
         from prefect.runtime import flow_run
 
@@ -141,7 +141,7 @@ def test_what_a_body_sets_in_its_transaction_and_of_its_assets_is_set_in_the_flo
 
     work = materialize("bugs://model", tags=SMALL, on_commit=[note])(body)
 
-    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False, start_method="spawn"))
     def around(fails: bool) -> None:
         work.submit(fails).result()
 
@@ -404,7 +404,7 @@ def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
 
     work = task(tags=SMALL)(look)
 
-    @flow(task_runner=GPUTaskRunner(devices="host", standby=1, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
     def two() -> Any:
         work.submit().result()
         assert eventually(lambda: standby_pool().ready == 1)

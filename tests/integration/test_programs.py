@@ -95,9 +95,6 @@ WRONG_IN_POOL: Mapping[str, str] = {
 #: Do not end under it.
 ENDLESS_IN_POOL = {"69_joblib_parallel"}
 
-#: A fork of a fork server cannot have TensorFlow.
-REFUSED_BY_FORK_SERVER = {"63_keras_layer": 'start_method="spawn"'}
-
 #: Two or more of each kind, on two nodes.
 ON_CLUSTER = [
     "01_package_state",
@@ -208,7 +205,7 @@ def check(place: Workplace, name: str, runner: str, **settings: str) -> None:
 
 
 def test_the_selections_are_of_programs_that_exist() -> None:
-    named = {*QUICK, *WRONG_IN_POOL, *ENDLESS_IN_POOL, *REFUSED_BY_FORK_SERVER, *ON_CLUSTER}
+    named = {*QUICK, *WRONG_IN_POOL, *ENDLESS_IN_POOL, *ON_CLUSTER}
     assert named <= {*NAMES}
     assert len({name[:2] for name in NAMES}) == len(NAMES)
 
@@ -224,17 +221,13 @@ def test_a_program_is_right_in_processes_of_tasks(place: Workplace, name: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_is_right_with_standbys(place: Workplace, name: str) -> None:
-    check(place, name, "gpu", STANDBY="auto")
+    check(place, name, "gpu", STANDBY="auto", START_METHOD="spawn")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_is_right_in_forks_of_a_fork_server(place: Workplace, name: str) -> None:
-    status, said = run(place, name, "gpu", START_METHOD="forkserver")
-    if name in REFUSED_BY_FORK_SERVER:
-        assert status and REFUSED_BY_FORK_SERVER[name] in said, said
-    else:
-        assert status == 0, said
+def test_a_program_is_right_in_fresh_interpreters(place: Workplace, name: str) -> None:
+    check(place, name, "gpu", START_METHOD="spawn")
 
 
 @pytest.mark.slow

@@ -311,7 +311,7 @@ def test_processes_of_a_script_that_was_loaded_by_path(place: Workplace) -> None
 
 @pytest.mark.slow
 def test_processes_of_forked_tasks(place: Workplace) -> None:
-    forks = TASKS.replace('devices="host"', 'devices="host", start_method="forkserver"')
+    forks = TASKS.replace('devices="host"', 'devices="host", start_method="auto"')
     place.write("script.py", forks + CALL)
     assert ARRIVED in place.run("script.py").stdout
 

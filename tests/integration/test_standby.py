@@ -28,7 +28,12 @@ SMALL = gpu(memory="64MiB", framework="none")
 
 
 def runner(**changes: Any) -> GPUTaskRunner:
-    given: dict[str, Any] = {"devices": "host", "reports": False, "standby": 1}
+    given: dict[str, Any] = {
+        "devices": "host",
+        "reports": False,
+        "standby": 1,
+        "start_method": "spawn",
+    }
     return GPUTaskRunner(**{**given, **changes})
 
 
@@ -159,7 +164,7 @@ from prefect_gpu.processes.standby_pool import standby_pool
 def work():
     return os.getpid()
 
-@flow(task_runner=GPUTaskRunner(devices="host", standby=1, reports=False))
+@flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
 def waits():
     work.submit().result()
     while not standby_pool().ready:
@@ -264,7 +269,7 @@ from prefect_gpu import GPUTaskRunner
 from prefect_gpu.processes import standby_pool as standby
 from their_model import work
 
-@flow(task_runner=GPUTaskRunner(devices="host", standby=1, reports=False))
+@flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
 def both():
     results = [work.submit().result()]
     pool = standby.standby_pool()

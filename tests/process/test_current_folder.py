@@ -13,10 +13,9 @@ from prefect_gpu.cli import doctor
 from prefect_gpu.cli.commands import app
 from prefect_gpu.cli.doctor import Build
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes.fork_server import ForkServer
-from prefect_gpu.processes.interpreter import import_paths
 from tests.fakes.traps import Traps
 from tests.process.rig import Rig
+from tests.process.warm import Source
 
 #: Arguments of each command. None of them needs a server.
 COMMANDS = (
@@ -111,10 +110,9 @@ def test_a_task_starts_there_and_imports_from_the_paths_of_its_flow(traps: Traps
     assert traps.imported == []
 
 
-def test_a_fork_server_starts_there_and_imports_from_the_paths_of_its_flow(traps: Traps) -> None:
-    server = ForkServer(("prefect_gpu.child.main", "fractions"), import_paths(), dict(os.environ))
-    try:
-        assert not server.wait_ready(DEADLOCK_S)
-    finally:
-        server.close()
-    assert traps.imported == []
+def test_a_source_of_forks_starts_there_and_imports_from_the_paths_of_its_flow(
+    traps: Traps,
+) -> None:
+    source = Source("fractions")
+    source.close()
+    assert source.warmed.problem == "" and traps.imported == []

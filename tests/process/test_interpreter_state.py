@@ -17,29 +17,24 @@ from typing import Any
 
 import pytest
 
-from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.processes.fork_server import ForkServer
 from prefect_gpu.processes.interpreter import (
     InterpreterState,
     LoggerState,
     WarningFilter,
-    import_paths,
 )
 from tests.process import interpreter_bodies as bodies
 from tests.process.rig import PREPARE, Heard, eventually, spec_of
-from tests.process.warm import Warm
+from tests.process.warm import Source, Warm
 
 #: Starts the process of a task.
 Start = Callable[..., Heard]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    modules = ("prefect_gpu.child.main", "prefect_gpu.child.bootstrap")
-    server = ForkServer(modules, import_paths(), dict(os.environ))
-    assert server.wait_ready(DEADLOCK_S) == ""
-    yield server
-    server.close()
+def source() -> Iterator[Source]:
+    source = Source()
+    yield source
+    source.close()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +52,7 @@ def start(request: pytest.FixtureRequest) -> Start:
         announced = warm.announce()
         warm.wait_ready()
     else:
-        options = {"spawn": request.getfixturevalue("server").fork} if way == "fork" else {}
+        options = {"spawn": request.getfixturevalue("source").source.fork} if way == "fork" else {}
         rig = request.getfixturevalue("make_rig")(**options)
 
     def start_in(interpreter: InterpreterState, function: Callable[..., Any], *args: Any) -> Heard:
@@ -167,6 +162,6 @@ def test_an_interrupt_has_no_effect_on_a_standby_that_waits(warm: Warm) -> None:
     assert child.exit().stderr_tail == ""
 
 
-def test_an_interrupt_has_no_effect_on_a_fork_server(server: ForkServer, make_rig: Any) -> None:
-    os.killpg(server.process.pid, signal.SIGINT)
-    assert make_rig(spawn=server.fork).call(os.getppid) == server.process.pid
+def test_an_interrupt_has_no_effect_on_a_source_of_forks(source: Source, make_rig: Any) -> None:
+    os.killpg(source.pid, signal.SIGINT)
+    assert make_rig(spawn=source.source.fork).call(os.getppid) == source.pid

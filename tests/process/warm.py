@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.shared_folder import SharedFolder
-from prefect_gpu.processes.launch_spec import LaunchSpec
+from prefect_gpu.processes.forks import ForkSource
+from prefect_gpu.processes.interpreter import import_paths
+from prefect_gpu.processes.launch_spec import ChildStarted, LaunchSpec, WarmSpec
+from prefect_gpu.processes.launcher import ProcessLauncher
+from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
 from prefect_gpu.units import GIB
@@ -60,6 +66,34 @@ class Warm:
         heard.handle = announced.start(spec, heard._queue.put)
         self.rig.started.append(heard)
         return heard
+
+
+class Source:
+    """A warm process, and its report."""
+
+    def __init__(self, *modules: str) -> None:
+        # Its value differs from test to test, and a fork would come too late for it.
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
+        self.launcher = ProcessLauncher()
+        self.source = ForkSource()
+        self.heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        environment = dict(os.environ)
+        spec = WarmSpec(
+            modules, environment, os.getcwd(), (), import_paths(), self.source.descriptor
+        )
+        self.handle = self.launcher.start(spec, self.heard.put)
+        self.pid = self.until(ChildStarted).pid
+        self.source.started(self.pid)
+        self.warmed: Warmed = self.until(Warmed)
+
+    def until(self, kind: type) -> Any:
+        while not isinstance(message := self.heard.get(timeout=DEADLOCK_S), kind):
+            pass
+        return message
+
+    def close(self) -> None:
+        self.launcher.close(DEADLOCK_S)
+        self.source.close()
 
 
 def end_all(warms: Iterable[Warm]) -> None:

@@ -75,9 +75,11 @@ def test_other_values_of_standby_are_refused(value: object) -> None:
         GPUSettings(standby=value)
 
 
-def test_a_cluster_starts_no_forks() -> None:
-    with pytest.raises(ValidationError, match="leave it out beside address="):
-        GPUSettings(address="auto", start_method="forkserver")
+def test_forkserver_is_another_word_for_auto_for_one_version() -> None:
+    with pytest.warns(FutureWarning, match="'forkserver' is 'auto' now"):
+        assert GPUSettings(start_method="forkserver").start_method == "auto"
+    with pytest.raises(ValidationError, match="'fork' is neither 'auto' nor 'spawn'"):
+        GPUSettings(start_method="fork")
 
 
 def test_gpus_are_reserved_on_a_cluster_alone() -> None:
@@ -115,7 +117,7 @@ def test_settings_can_be_pickled_with_a_flow() -> None:
     [
         ({"placement": "random"}, r"GPUTaskRunner\(placement='random'\): it should be "),
         ({"standby": "hot"}, r"GPUTaskRunner\(standby='hot'\): 'hot' is neither 'auto' nor a number of processes"),
-        ({"address": "auto", "start_method": "forkserver"}, "start_method='forkserver' is for one machine; leave "),
+        ({"num_gpus": 2, "start_method": "auto"}, "num_gpus= is for a cluster; name it "),
         ({"max_processes": None}, f"{PREFIX}MAX_PROCESSES='0': it should be greater"),
     ],
     ids=["an argument", "another", "two arguments", "a setting"],
@@ -140,7 +142,7 @@ def test_a_runner_prints_as_it_was_written() -> None:
     [
         {"standby": 0},
         {"reports": False},
-        {"start_method": "forkserver"},
+        {"start_method": "auto"},
         {"memory_snapshots": "here"},
     ],
     ids=str,

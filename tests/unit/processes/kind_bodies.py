@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
+
 
 def plain() -> None:
     return None
+
+
+def multiplies() -> Any:
+    from numpy.linalg import norm
+
+    return norm(numpy.ones(3))
 
 
 def imports_inside() -> Any:

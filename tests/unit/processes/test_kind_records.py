@@ -47,7 +47,7 @@ def demands(
     records = {k: KindRecord(k, 1) for k in (*announced, *(s.kind for s in standbys), *used)}
     for number, kind in enumerate(used, 1):
         records[kind].last_used = number
-    return demands_of(records, announced, standbys)
+    return demands_of(records, announced, standbys, 0.0)
 
 
 # What is wanted.
@@ -125,7 +125,7 @@ def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
         record.take_failure(standby(started_s=now_s - 1), now_s, f"it ended at {now_s:g}", "oh")
     (said,) = caplog.messages
     assert "for ours, users: 3 in a row" in said and said.endswith("its stderr:\noh")
-    (demand,) = demands_of({KIND: record}, [KIND], [])
+    (demand,) = demands_of({KIND: record}, [KIND], [], 0.0)
     assert record.given_up == "it ended at 10" and not demand.useful
 
 
@@ -135,7 +135,7 @@ def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
     record.forget(MOST_FAILURES + FORGET_S - 1.0)
     assert record.given_up
     record.forget(MOST_FAILURES + FORGET_S)
-    assert not record.given_up and demands_of({KIND: record}, [KIND], [])[0].useful
+    assert not record.given_up and demands_of({KIND: record}, [KIND], [], 0.0)[0].useful
     again = standby(started_s=MOST_FAILURES + FORGET_S)
     record.take_failure(again, again.started_s + 0.5, "it ended")
     assert not record.given_up, "one death is one"

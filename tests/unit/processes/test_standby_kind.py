@@ -123,3 +123,36 @@ def test_on_the_host_no_framework_is_imported_ahead_where_the_code_has_several()
     assert {"tensorflow", "torch"} <= set(kind(kind_bodies.imports_either, stated).always)
     one = replace(both, device_kind="host", detected=("torch",))
     assert "torch" in kind(kind_bodies.imports_inside, one).always
+
+
+# Kinds that are forked.
+
+
+def source(fn: Any, policy: FrameworkPolicy = NVML) -> Any:
+    return kind(fn, policy, forks=True).source()
+
+
+def test_a_source_imports_the_libraries_of_the_task_and_of_its_modules() -> None:
+    found = source(kind_bodies.multiplies)
+    # By a module of the user's that has them as globals, and by the code. Nothing of the user's, nothing of Python's.
+    assert found.forks and found.always == (*OWN_MODULES, "torch")
+    assert found.users == ("numpy", "numpy.linalg:norm")
+    assert source(kind_bodies.plain).users == ("numpy",)
+
+
+def test_tasks_of_different_modules_share_a_source() -> None:
+    first = kind(kind_bodies.plain, forks=True)
+    second = replace(first, users=("another.module",))
+    assert first != second and first.source() == second.source()
+
+
+def test_only_frameworks_whose_forks_were_shown_to_work_are_forked() -> None:
+    assert kind(kind_bodies.plain).source() is None
+    for name, forked in (("torch", True), ("none", True), ("tensorflow", False), ("jax", False)):
+        found = source(kind_bodies.plain, replace(NVML, frameworks=(name,)))
+        assert (found is not None) is forked, name
+
+
+def test_a_source_does_not_import_a_framework_that_the_tags_leave_out() -> None:
+    assert "tensorflow" not in str(source(kind_bodies.imports_either).modules)
+    assert "torch.nn" in source(kind_bodies.imports_either).users

@@ -104,7 +104,7 @@ def test_runners_of_the_same_devices_share_a_broker_whatever_else_they_do() -> N
     alike = {
         "reports": False,
         "standby": 3,
-        "start_method": "forkserver",
+        "start_method": "auto",
         "memory_snapshots": Path("snapshots"),
     }
     assert ActiveRunner(Configuration(**{**KNOWN, **alike})).broker() is first

@@ -47,6 +47,22 @@ KEPT = demand(latest=True, used=True, ready=1)
         ),
         "none is wanted any more": ([demand(ready=2, importing=1)], "", "aaa"),
         "one is kept of what was of use before": ([KEPT, demand("b", used=True, ready=2)], "", "b"),
+        "one that is forked, for any number of tasks": ([demand(waiting=9, forks=True)], "a"),
+        "and no second one": ([demand(waiting=9, forks=True, importing=1)],),
+        "also where no standbys are wanted": (
+            [demand(waiting=1, forks=True)],
+            "a",
+            "",
+            {"most": 0},
+        ),
+        "it takes no place of theirs": (
+            *([demand(waiting=1, forks=True), demand("b", waiting=9)], "ab", "", {"most": 1}),
+        ),
+        "it is kept for the next task": ([demand(used=True, ready=1, forks=True)],),
+        "but not for none": ([demand(ready=1, forks=True)], "", "a"),
+        "nor where it is of no use": (
+            *([demand(waiting=1, ready=1, forks=True, useful=False)], "", "a"),
+        ),
         "unless another is wanted more": (
             [demand(latest=True, used=True), demand("b", used=True, ready=1)],
             *("", "b", {"most": 1}),
@@ -91,6 +107,7 @@ demands_of = st.lists(
         ready=st.integers(0, 4),
         importing=st.integers(0, 4),
         useful=st.booleans(),
+        forks=st.booleans(),
     ),
     unique_by=lambda d: d.kind,
     max_size=4,
@@ -116,10 +133,13 @@ def test_what_holds_for_every_plan(demands: list[KindDemand], machine: Machine) 
         assert ends[kind] <= d.ready + d.importing
         if starts[kind]:
             assert d.useful
-            assert d.ready + d.importing + starts[kind] <= max(d.waiting, int(d.latest))
+            wanted = 1 if d.forks else max(d.waiting, int(d.latest))
+            assert d.ready + d.importing + starts[kind] <= wanted
     if starts:
         assert sum(d.importing for d in demands) + starts.total() <= max(1, machine.cores // 2)
-        assert sum(d.ready + d.importing for d in demands) + starts.total() <= machine.most
+        single = [d for d in demands if not d.forks]
+        held = sum(d.ready + d.importing + starts[d.kind] for d in single)
+        assert held <= machine.most or not any(starts[d.kind] for d in single)
         taken = sum(known[kind].size_bytes * count for kind, count in starts.items())
         taken += sum(d.size_bytes * d.importing for d in demands)
         left = machine.available_bytes - machine.promised_bytes - machine.reserve_bytes

@@ -1,0 +1,198 @@
+"""A warm process that is forked for tasks: whether that is safe, its loop, and the first steps of a fork.
+
+The process has imported what its tasks need, has touched no device and runs no thread of Python's, so that a fork equals
+a fresh interpreter after the same imports. `processes.forks` has the parent's side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterable
+
+from prefect_gpu.child import bootstrap, warm_up
+from prefect_gpu.processes.guardian import TOKEN_VARIABLE
+from prefect_gpu.processes.interpreter import environment_with
+
+#: Libraries whose native threads after an import were shown to serve forks: each starts its threads again in a fork
+#: (OpenBLAS, jemalloc). See docs/start.md for the tests.
+WITH_THREADS = frozenset({"numpy", "scipy", "torch", "sklearn"})
+
+
+class ThreadWatch:
+    """Notes which import has started native threads of a library that is not in `WITH_THREADS`."""
+
+    def __init__(self) -> None:
+        #: The first such import; empty: none.
+        self.found = ""
+        self._threads = _threads()
+        self._roots = _roots()
+
+    def look(self, entry: str) -> None:
+        """Look at the threads that have come since the last call, in which `entry` was imported."""
+        threads, roots = _threads(), _roots()
+        if threads > self._threads and WITH_THREADS.isdisjoint(roots - self._roots):
+            self.found = self.found or entry
+        self._threads, self._roots = threads, roots
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+
+def _roots() -> set[str]:
+    return {name.partition(".")[0] for name in tuple(sys.modules)}
+
+
+def find_problem(watch: ThreadWatch) -> str:
+    """Return why this process must not be forked, although it has touched no device; empty: forking is safe."""
+    names = [thread.name for thread in threading.enumerate()]
+    if len(names) > 1:
+        return f"its libraries have started threads ({', '.join(names[1:])})"
+    if watch.found:
+        return f"{watch.found} has started threads that are not known to serve a fork"
+    return ""
+
+
+def serve(control: socket.socket, channel: int) -> int:
+    """Fork for each request of the parent on `control`; return the descriptor of the fork's own channel, in the fork.
+
+    A request carries five descriptors, as `begin` takes them. This process writes text to the socket `reply`: the fork's
+    exit code when the fork has ended, or the reason why the system refused to fork. It ends when the parent closes
+    `channel`, or has closed `control` and no fork is left.
+    """
+    #: Process id and `reply` descriptor of each living fork, by its pidfd.
+    forks: dict[int, tuple[int, int]] = {}
+    # The flow may ignore it, and then nobody could wait for a fork.
+    of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(channel, select.POLLIN)
+    retired = False
+    while forks or not retired:
+        for ready, _ in poll.poll():
+            if ready == channel:
+                os._exit(0)
+            if ready in forks:
+                pid, reply = forks.pop(ready)
+                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _reply(reply, str(code))
+                poll.unregister(ready)
+                _close((ready, reply))
+                continue
+            request, received, _, _ = socket.recv_fds(control, 1, 5, socket.MSG_CMSG_CLOEXEC)
+            if not request:
+                poll.unregister(control)
+                retired = True
+                continue
+            if len(received) < 5:
+                # This process has no descriptor left. The parent sees its end of the reply socket close.
+                _close(received)
+                continue
+            own, stdout, stderr, reply, content = received
+            try:
+                pid = _fork()
+            except OSError as error:
+                _reply(reply, str(error))
+                _close(received)
+                continue
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, of_flow)
+                control.close()
+                for pidfd, (_, other) in forks.items():
+                    _close((pidfd, other))
+                begin(own, stdout, stderr, reply, content)
+                return own
+            _close((own, stdout, stderr, content))
+            pidfd = os.pidfd_open(pid)
+            forks[pidfd] = pid, reply
+            poll.register(pidfd, select.POLLIN)
+    os._exit(0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any native thread; those here serve forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
+    """Make this new fork the process of a task, up to the task's `Prepare`. All arguments are descriptors.
+
+    `channel` leads to the parent. `stdout` and `stderr` become the standard streams. The parent waits at the other end
+    of the socket `reply` for this process's id and pidfd. The file `request` has the environment and folder (JSON).
+    """
+    os.setsid()
+    with socket.socket(fileno=reply) as answer:
+        # A pidfd, since the warm process reaps this one. Sent after `setsid`: the parent kills by session.
+        pidfd = os.pidfd_open(os.getpid())
+        socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
+        os.close(pidfd)
+    for number, descriptor in ((1, stdout), (2, stderr)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    with open(request, "rb") as file:
+        # The parent shares the file's offset and has written to the end.
+        file.seek(0)
+        wanted = json.load(file)
+    _show_token(os.environ.get(TOKEN_VARIABLE, ""), wanted["environment"].get(TOKEN_VARIABLE, ""))
+    set_environment(wanted["environment"])
+    # The parent's limits, which the warm process took over when it started.
+    warm_up.follow(wanted["parent"])
+    if wanted["cwd"]:
+        os.chdir(wanted["cwd"])
+    # Python seeds its own generator in a fork, NumPy does not; PyTorch's has a fixed seed in each process.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    boot = bootstrap.read_boot(channel)
+    warm_up.set_paths(tuple(boot["sys_path"]))
+    sys.argv[:] = boot["argv"]
+
+
+def set_environment(wanted: dict[str, str]) -> None:
+    """Set a task's environment, with the changes that libraries made at their import to variables that are still the same."""
+    before = warm_up.origin().environment
+    made = {
+        n: os.environ.get(n) for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)
+    }
+    kept = {n: value for n, value in made.items() if wanted.get(n) == before.get(n)}
+    os.environ.clear()
+    os.environ.update(environment_with(kept, wanted))
+
+
+def _show_token(old: str, new: str) -> None:
+    """Write this fork's token over the warm process's in `/proc/PID/environ`, where the guardian looks for it."""
+    # `/proc` shows the memory in which the kernel put the environment at the start of the program: proc(5), environ.
+    if not old or len(old) != len(new):
+        return
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/self/stat", encoding="ascii", errors="replace") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        # Fields 50 and 51 of proc(5), of which the third is the first after the name.
+        start, end = int(fields[47]), int(fields[48])
+        with open("/proc/self/mem", "r+b", buffering=0) as memory:
+            memory.seek(start)
+            at = memory.read(end - start).find(f"{TOKEN_VARIABLE}={old}".encode())
+            if at >= 0:
+                memory.seek(start + at + len(TOKEN_VARIABLE) + 1)
+                memory.write(new.encode())
+
+
+def _reply(reply: int, text: str) -> None:
+    # The parent may have closed its end.
+    with contextlib.suppress(OSError):
+        os.write(reply, text.encode())
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

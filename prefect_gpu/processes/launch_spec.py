@@ -38,6 +38,9 @@ class LaunchSpec:
 #: Title of standbys in `ps`, also once they have a task.
 STANDBY_TITLE = "standby"
 
+#: Title in `ps` of warm processes that are forked, and of their forks.
+SOURCE_TITLE = "source of forks"
+
 #: Exit code of a standby that cannot run its task: the folder is gone, or the task would import other modules.
 UNSUITED_CODE = 75
 

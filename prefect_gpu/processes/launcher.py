@@ -35,6 +35,7 @@ from prefect_gpu.processes.interpreter import (
     start_interpreter,
 )
 from prefect_gpu.processes.launch_spec import (
+    SOURCE_TITLE,
     STANDBY_TITLE,
     ChildExited,
     ChildRefused,
@@ -392,7 +393,8 @@ class ProcessLauncher:
             child.queue_call(messages.encode(spec.prepare), spec)
             title, environment = spec.task_name, environment_with(spec.environment)
         else:
-            title, environment = STANDBY_TITLE, dict(spec.environment)
+            title = STANDBY_TITLE if control is None else SOURCE_TITLE
+            environment = dict(spec.environment)
         environment = with_token(environment, child.token)
         child.open(self._spawn_process, title, environment, spec.cwd, control)
         process = child.process

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect_gpu.processes.launcher import STANDBY_TITLE
+from prefect_gpu.processes.launcher import SOURCE_TITLE, STANDBY_TITLE
 from tests.chaos.plan import Fault, Target
 from tests.faults.api_proxy import Answer, Proxy
 from tests.integration.programs import Workplace, lines_of
@@ -54,8 +54,8 @@ def find(place: Workplace, flows: Sequence[int], bodies: Sequence[int]) -> dict[
             found[pid] = "flow"
         elif "guardian.py" in command:
             found[pid] = "guardian"
-        elif "preload.py" in command:
-            forked = "preload.py" in commands.get(_parent(pid), "")
+        elif command.strip().endswith(SOURCE_TITLE):
+            forked = commands.get(_parent(pid), "").strip().endswith(SOURCE_TITLE)
             found[pid] = "child" if forked else "fork server"
         elif command.strip().endswith(STANDBY_TITLE) and pid not in bodies:
             found[pid] = "standby"

@@ -6,7 +6,7 @@
 
 Three measurements, each in a process of its own, on one Prefect server with its UI:
 
-- `report`: a flow of as many GPU tasks, each a process of its own on one of four simulated devices, forked from a fork server. A
+- `report`: a flow of as many GPU tasks, each a process of its own on one of four simulated devices, forked from one warm process. A
   fifth of them fail or run out of memory, so that the report has all its parts. Bytes of the flow report's Markdown as the API has it.
 - `browser`: seconds from the click on an address until headless Chromium shows the report with its chart and its tables, in either
   UI: the first time, with an empty cache, and the median of further times.

@@ -18,7 +18,7 @@ compiled bytecode, after a first flow of two tasks that is not counted (imports,
 template). All rows but one have the same tags: Prefect asks its API about each tag. Rows that start an
 interpreter for each task run fewer tasks, unless `--all-tasks` is given. Then a crowd: 2,000 tasks
 mapped at once, from a sync and from an async flow; with a fresh interpreter for each that would take
-most of an hour, so it is the fork server's, beside threads without tags (with tags their engine asks
+most of an hour, so it is the forks', beside threads without tags (with tags their engine asks
 the API 2,000 times at once, which a server on SQLite does not answer).
 
 What is measured: tasks a second from the flow's start to its last result; `submit` → first line,

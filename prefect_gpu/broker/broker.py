@@ -89,6 +89,54 @@ def next_sequence() -> int:
     return _last_sequence
 
 
+class Places:
+    """Places of one broker's task runs (`Request.sequence`) in the order of `submit`. Safe to use from several threads.
+
+    A task run keeps its place from `open` until `Broker.submit` or `leave`.
+    """
+
+    def __init__(
+        self,
+        arrived: threading.Condition,
+        start: Callable[[], None],
+        put: Callable[[events.Event], None],
+    ) -> None:
+        #: The lock of the broker's inbox, so that no place is kept after the request.
+        self._arrived = arrived
+        self._start = start
+        self._put = put
+        #: Task runs that have not made their request yet.
+        self._expected: set[int] = set()
+
+    def expect(self, sequence: int) -> None:
+        """Note that a task run will call `Broker.submit` or `leave`; it has no place yet.
+
+        Raises:
+            CapacityError: The broker's thread could not be started.
+        """
+        self._start()
+        with self._arrived:
+            self._expected.add(sequence)
+
+    def open(self, sequence: int) -> None:
+        """Keep the place of an expected task run from now on: its inputs are there."""
+        with self._arrived:
+            if sequence in self._expected:
+                self._put(events.Opened(sequence))
+
+    def leave(self, sequence: int) -> None:
+        """Note that a task run makes no request. Without effect if it has made one, or was not expected."""
+        with self._arrived:
+            if self.give_up(sequence):
+                self._put(events.Left(sequence))
+
+    def give_up(self, sequence: int) -> bool:
+        """Expect a task run no longer; return whether it was expected. With the lock of the inbox."""
+        expected = sequence in self._expected
+        self._expected.discard(sequence)
+        return expected
+
+
 class Broker:
     """Assigns devices to requests, on one thread that starts with the first request and sleeps while idle.
 
@@ -142,8 +190,8 @@ class Broker:
         self._inbox: deque[events.Event] = deque()
         #: Guards the machine's state. Never held while the ledger or the devices are read, or a callback runs.
         self._known = threading.Condition()
-        #: Task runs (`Request.sequence`) that have not made their request yet.
-        self._expected: set[int] = set()
+        #: Places of task runs in the order of `submit`, until they make their requests.
+        self.places = Places(self._arrived, partial(self._start, sampling=False), self._put)
         #: Number of calls of `kept`.
         self.runs_kept = 0
         self._thread: threading.Thread | None = None
@@ -215,29 +263,6 @@ class Broker:
             left = max((node.left_bytes for node in nodes), default=0)
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
-    def expect(self, sequence: int) -> None:
-        """Note that a task run will call `submit` or `leave`. `sequence` will be its request's.
-
-        Raises:
-            CapacityError: The needed thread could not be started.
-        """
-        with self._arrived:
-            self._start_thread()
-            self._expected.add(sequence)
-
-    def open(self, sequence: int) -> None:
-        """Keep the place of an expected task run in the order of `submit` from now on: its inputs are there."""
-        with self._arrived:
-            if sequence in self._expected:
-                self._put(events.Opened(sequence))
-
-    def leave(self, sequence: int) -> None:
-        """Note that a task run makes no request. Without effect if it has made one, or was not expected."""
-        with self._arrived:
-            if sequence in self._expected:
-                self._expected.remove(sequence)
-                self._put(events.Left(sequence))
-
     def submit(
         self, request: Request, histories: Mapping[str, HistoryKey] | None = None, as_of: int = 0
     ) -> Ticket:
@@ -258,7 +283,7 @@ class Broker:
             raise DeviceError(self._machine.lost)
         self._start()
         with self._arrived:
-            self._expected.discard(request.sequence)
+            self.places.give_up(request.sequence)
             self._put(events.Submitted(ticket, histories or {}, as_of))
         return ticket
 
@@ -269,15 +294,14 @@ class Broker:
             number = self.runs_kept
         self._put(events.Kept(sequence, over, learned, number))
 
-    def _start(self) -> None:
-        if not self._stepped:
-            self._start_thread()
-            self._sampler.set_active(True)
-
-    def _start_thread(self) -> None:
+    def _start(self, sampling: bool = True) -> None:
+        if self._stepped:
+            return
         with self._arrived:
-            if self._thread is None and not self._stepped:
+            if self._thread is None:
                 self._thread = start_thread(self._run, "prefect-gpu-broker")
+        if sampling:
+            self._sampler.set_active(True)
 
     def _put(self, event: events.Event) -> None:
         with self._arrived:

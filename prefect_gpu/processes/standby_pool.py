@@ -173,7 +173,7 @@ class StandbyPool:
             while self._standbys and (left_s := deadline - time.monotonic()) > 0:
                 self._changed.wait(left_s)
             for standby in self._standbys:
-                # A fork hangs at its end.
+                # A fork that hangs at its end keeps its source alive.
                 if standby.handle is not None:
                     standby.handle.kill()
 
@@ -218,14 +218,14 @@ class StandbyPool:
             while True:
                 kind, found = self._choose(announcement, environment)
                 source = None if found is None else found[0].source
-                closed = announcement.owner is not None and announcement.owner not in self._owners
-                if closed and source is not None and found is not None and not found[0].ready:
+                if found is None or source is None or found[0].ready:
+                    break
+                if announcement.owner is not None and announcement.owner not in self._owners:
                     source = found = None
-                if source is None or found is None or found[0].ready:
                     break
                 # It imports already, for all tasks of its kind.
                 self._changed.wait()
-            if source is None and found is not None:
+            if found is not None and source is None:
                 standby, changes = found
                 if standby.ready:
                     # Until the body begins, a new standby would take the task's cores.
@@ -450,7 +450,7 @@ class StandbyPool:
     ) -> Process:
         forked = source.fork(request)
         with self._changed:
-            # From now on: if the fork fails, the task's process is a fresh one.
+            # Only now: without a fork the task gets a fresh process, which says nothing about the source.
             self._running[process] = self._forked[process] = kind
         return forked
 
@@ -508,7 +508,6 @@ class StandbyPool:
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()
-            self._wake()
 
     def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
         """Record the end of a standby that the pool did not kill."""

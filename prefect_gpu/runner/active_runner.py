@@ -241,14 +241,14 @@ class ActiveRunner:
         if isinstance(plan, TaskPlan):
             # The task's own request raises the same error.
             with contextlib.suppress(Exception):
-                broker = self.broker()
-                broker.expect(plan.sequence)
-                when_there(inputs, functools.partial(broker.open, plan.sequence))
+                places = self.broker().places
+                places.expect(plan.sequence)
+                when_there(inputs, functools.partial(places.open, plan.sequence))
 
     def leave(self, plan: TaskPlan | Exception) -> None:
         """Give up the place of a task run in the order of `submit`, if it has not made its request."""
         if isinstance(plan, TaskPlan) and self._watched is not None:
-            self._watched.leave(plan.sequence)
+            self._watched.places.leave(plan.sequence)
 
     def _plan(self, task: Task[..., Any], around: set[str]) -> TaskPlan | Exception | None:
         """Return the plan of a task, or the error in its tags; `None`: no GPU task. `around`: tags of the call."""

@@ -56,7 +56,7 @@ def find(place: Workplace, flows: Sequence[int], bodies: Sequence[int]) -> dict[
             found[pid] = "guardian"
         elif command.strip().endswith(SOURCE_TITLE):
             forked = commands.get(_parent(pid), "").strip().endswith(SOURCE_TITLE)
-            found[pid] = "child" if forked else "fork server"
+            found[pid] = "child" if forked else "source"
         elif command.strip().endswith(STANDBY_TITLE) and pid not in bodies:
             found[pid] = "standby"
         elif "bootstrap.py" in command:

@@ -119,7 +119,7 @@ def value_sum(job: Job) -> int:
 
 
 FaultKind = Literal["kill", "stop", "outage", "full disk"]
-Target = Literal["child", "standby", "guardian", "fork server", "flow", ""]
+Target = Literal["child", "standby", "guardian", "source", "flow", ""]
 
 #: Seconds for which a flow may be stopped: others give its ledger up after 5 s if it is in a write.
 LONGEST_STOP_S = 3.5
@@ -154,12 +154,12 @@ _FAULTS: dict[tuple[FaultKind, Target], int] = {
     ("kill", "child"): 20,
     ("kill", "standby"): 10,
     ("kill", "guardian"): 10,
-    ("kill", "fork server"): 8,
+    ("kill", "source"): 8,
     ("kill", "flow"): 1,
     ("stop", "child"): 8,
     ("stop", "standby"): 6,
     ("stop", "guardian"): 6,
-    ("stop", "fork server"): 4,
+    ("stop", "source"): 4,
     ("stop", "flow"): 3,
     ("outage", ""): 6,
     ("full disk", ""): 4,

@@ -52,7 +52,7 @@ def work(gib, seconds, count):
 def shared():
     # The same in each flow, so that their waits can be compared.
     choose = random.Random(0)
-    # The first task starts the fork server.
+    # The first task starts the source of forks.
     work.with_options(tags=gpu(memory="1GiB", framework="none")).submit(1, 0.0, 1).result()
     print("READY", flush=True)
     sys.stdin.readline()

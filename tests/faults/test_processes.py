@@ -128,7 +128,7 @@ def test_memory_under_a_number_that_equals_a_childs_by_chance_is_not_the_tasks(
 
 
 #: A parent with a warm process and its fork, a fresh process that has started others, and a standby. Prints the process
-#: ids of the guardian, the fork server, the standby and the two tasks.
+#: ids of the guardian, the source of forks, the standby and the two tasks.
 PARENT = """
 import os, sys, time
 from tests.process import bodies
@@ -155,7 +155,7 @@ class Parent:
 
     process: subprocess.Popen[str]
     guardian: int
-    fork_server: int
+    source: int
     standby: int
     forked: int
     fresh: int
@@ -165,7 +165,7 @@ class Parent:
     @property
     def pids(self) -> list[int]:
         """All of them, without the parent."""
-        named = [self.guardian, self.fork_server, self.standby, self.forked, self.fresh]
+        named = [self.guardian, self.source, self.standby, self.forked, self.fresh]
         return [*named, *self.others]
 
     def is_gone(self) -> bool:
@@ -189,9 +189,9 @@ def parent(tmp_path: Path) -> Iterator[Parent]:
         ready = [tmp_path / "forked", tmp_path / "ready"]
         assert eventually(lambda: all(path.exists() for path in ready))
         others = [int(word) for word in (tmp_path / "pids").read_text().split()]
-        guardian, fork_server, standby, forked, fresh = pids
+        guardian, source, standby, forked, fresh = pids
         pids += others
-        yield Parent(process, guardian, fork_server, standby, forked, fresh, others)
+        yield Parent(process, guardian, source, standby, forked, fresh, others)
     finally:
         for pid in [process.pid, *pids]:
             with contextlib.suppress(ProcessLookupError):
@@ -202,7 +202,7 @@ def parent(tmp_path: Path) -> Iterator[Parent]:
 
 
 def test_stopped_processes_do_not_outlive_a_parent_that_was_killed(parent: Parent) -> None:
-    for pid in (parent.fork_server, parent.standby, parent.forked, parent.fresh, *parent.others):
+    for pid in (parent.source, parent.standby, parent.forked, parent.fresh, *parent.others):
         os.kill(pid, signal.SIGSTOP)
     parent.process.kill()
     assert eventually(parent.is_gone)
@@ -282,7 +282,7 @@ while not os.path.exists("import-at-once"):
 @pytest.mark.parametrize(
     "when", ["before other tasks", pytest.param("at its end", marks=pytest.mark.slow)]
 )
-def test_a_stopped_guardian_and_fork_server_hold_no_flow_up_and_do_not_outlive_it(
+def test_a_stopped_guardian_and_source_hold_no_flow_up_and_do_not_outlive_it(
     place: Workplace, when: str
 ) -> None:
     place.write("forks.py", FORKS)
@@ -292,7 +292,9 @@ def test_a_stopped_guardian_and_fork_server_hold_no_flow_up_and_do_not_outlive_i
 
 
 @pytest.mark.parametrize("then", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
-def test_a_fork_server_that_goes_as_it_imports_loses_no_task(place: Workplace, then: str) -> None:
+def test_a_source_of_forks_that_goes_as_it_imports_loses_no_task(
+    place: Workplace, then: str
+) -> None:
     place.write("forks.py", FORKS)
     place.write("site-packages/slow_library.py", SLOW)
     done = place.run("forks.py", f"imports, is {then}")
@@ -300,7 +302,7 @@ def test_a_fork_server_that_goes_as_it_imports_loses_no_task(place: Workplace, t
     assert not place.processes()
 
 
-def test_a_flow_that_fails_does_not_wait_for_a_fork_server_that_imports_for_ever(
+def test_a_flow_that_fails_does_not_wait_for_a_source_of_forks_that_imports_for_ever(
     place: Workplace,
 ) -> None:
     place.write("forks.py", FORKS)
@@ -646,7 +648,7 @@ def test_runs_that_are_killed_or_cancelled_under_a_process_worker_leave_only_the
         pids = read_pids(place, 3, worker)
         flow = psutil.Process(next(iter(pids)))
         while flow.ppid() != worker.pid:
-            # Between them is a fork server.
+            # Between them is the source of forks.
             flow = psutil.Process(flow.ppid())
         flow.kill()
         # The worker lives on, and starts the next run.

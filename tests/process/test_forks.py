@@ -452,7 +452,8 @@ def test_tasks_wait_for_a_process_that_imports(warm: Warm, importable: str, tmp_
     ]
     for thread in threads:
         thread.start()
-    assert all(thread.is_alive() for thread in threads)
+    warm.wait_checks(1)
+    assert not children, "they wait"
     (tmp_path / "go").touch()
     for thread in threads:
         thread.join(DEADLOCK_S)

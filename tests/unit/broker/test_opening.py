@@ -32,9 +32,9 @@ WAITS = True
 def opened(rig: Rig, *tasks: bool, first: int = 1) -> None:
     """Submit task runs 1, 2, 3 …, whose inputs are `READY`, or are waited for."""
     for sequence, waits in enumerate(tasks, start=first):
-        rig.broker.expect(sequence)
+        rig.broker.places.expect(sequence)
         if not waits:
-            rig.broker.open(sequence)
+            rig.broker.places.open(sequence)
 
 
 def ask(rig: Rig, sequence: int) -> Ticket:
@@ -73,8 +73,8 @@ def test_one_that_ends_without_a_process_holds_up_none(rig: Rig, asks: bool) -> 
     if asks:
         rig.broker.withdraw(ask(rig, 1))
     else:
-        rig.broker.leave(1)
-        rig.broker.leave(1)
+        rig.broker.places.leave(1)
+        rig.broker.places.leave(1)
     assert placed(rig, second) == [True]
     assert not rig.machines[0].known.to_come
 
@@ -87,8 +87,8 @@ def test_one_that_waits_for_its_inputs_is_passed_and_is_in_front_once_it_has_the
         (2, (None, {})),
         (3, (None, {"a": [upstream]})),
     ):
-        rig.broker.expect(sequence)
-        when_there(inputs, partial(rig.broker.open, sequence))
+        rig.broker.places.expect(sequence)
+        when_there(inputs, partial(rig.broker.places.open, sequence))
     assert placed(rig, ask(rig, 2)) == [True]
     future.set_result(1)
     third = ask(rig, 3)
@@ -129,7 +129,7 @@ def test_patience_begins_again_for_those_that_come_later(rig: Rig) -> None:
     opened(rig, READY, READY)
     second = ask(rig, 2)
     rig.broker.look()
-    rig.broker.leave(1)
+    rig.broker.places.leave(1)
     assert placed(rig, second) == [True] and not rig.machines[0].known.held
     rig.clock.advance(PATIENCE_S)
     opened(rig, READY, READY, first=3)
@@ -139,9 +139,9 @@ def test_patience_begins_again_for_those_that_come_later(rig: Rig) -> None:
 def test_one_whose_inputs_are_there_too_late_has_no_place(rig: Rig) -> None:
     opened(rig, WAITS, WAITS, READY)
     first = ask(rig, 1)
-    rig.broker.leave(2)
+    rig.broker.places.leave(2)
     for sequence in (1, 2):
-        rig.broker.open(sequence)
+        rig.broker.places.open(sequence)
     assert placed(rig, first, ask(rig, 3)) == [True, True]
     assert not rig.machines[0].known.to_come
 
@@ -458,7 +458,7 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
             share = {"probe_fraction": 1.0} if which > 2 else {}
             asked.append(first_run(rig, "ab"[which % 2], sequence=sequence, **share))
         elif step == "leave" and places:
-            rig.broker.leave(places.pop(which % len(places)))
+            rig.broker.places.leave(places.pop(which % len(places)))
         elif step == "withdraw" and asked:
             if rig.broker.withdraw(asked[which % len(asked)]):
                 rig.broker.kept(asked[which % len(asked)].request.sequence, True, None)
@@ -474,7 +474,7 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
             rig.broker.kept(ticket.request.sequence, True, learned if step == "learn" else None)
         look()
     for sequence in places:
-        rig.broker.leave(sequence)
+        rig.broker.places.leave(sequence)
     look()
     for _ in range(2 * len(asked) + 1):
         for ticket in running():

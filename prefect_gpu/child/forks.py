@@ -145,7 +145,7 @@ def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> N
         wanted = json.load(file)
     _show_token(os.environ.get(TOKEN_VARIABLE, ""), wanted["environment"].get(TOKEN_VARIABLE, ""))
     set_environment(wanted["environment"])
-    # The parent's limits, which the warm process took over when it started.
+    # The warm process has the umask and limits that the parent had when it started.
     warm_up.follow(wanted["parent"])
     if wanted["cwd"]:
         os.chdir(wanted["cwd"])

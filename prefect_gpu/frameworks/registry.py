@@ -308,9 +308,8 @@ def is_users(module: str | None) -> bool:
         return False
     spec = look_at(root, "__spec__")
     if root not in sys.modules:
-        with contextlib.suppress(
-            Exception
-        ):  # raised by a third-party finder, or for a name that is none
+        # Raised by a third-party finder, or for a name that is none.
+        with contextlib.suppress(Exception):
             spec = importlib.util.find_spec(root)
     # A package's folders, or a module's file.
     places = getattr(spec, "submodule_search_locations", None) or [getattr(spec, "origin", None)]

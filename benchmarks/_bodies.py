@@ -10,8 +10,10 @@ import time
 from typing import Any
 
 
-def first_use(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]:
-    """Use a device for the first time, take memory, let go.
+def first_use(
+    framework: str, on_gpu: bool, size_bytes: int, hold_s: float = 0.0
+) -> dict[str, float]:
+    """Use a device for the first time, take memory, hold it, let go.
 
     Returns:
         Times of the first line, of the framework's import and of the device being ready, and what
@@ -50,6 +52,7 @@ def first_use(framework: str, on_gpu: bool, size_bytes: int) -> dict[str, float]
     else:
         imported = ready = time.time()
         kept = bytearray(size_bytes)
+    time.sleep(hold_s)
     del kept
     return {
         "line": line,

@@ -1,22 +1,22 @@
 """How long from `submit` to a task's first line with its GPU ready, and what stays on the device?
 
-Ours with forks of a warm process (`start_method="auto"`), with standbys (the default), and with fresh
-interpreters (`standby=0`), beside what else a user has: plain `multiprocessing` (spawn, a process for each task, no Prefect), Prefect's
-`ProcessPoolTaskRunner`, its `ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a
-GPU. The module of the task's function does not import Prefect, except in the rows that say so: it is
-imported with the function.
+Ours with forks of a warm process (the default), with standbys (`start_method="spawn"`), and with fresh
+interpreters (also `standby=0`), beside what else a user has: plain `multiprocessing` without Prefect (spawn, or
+forks of its fork server, which has imported the framework), Prefect's `ProcessPoolTaskRunner`, its
+`ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU. The module of the task's
+function does not import Prefect, except in the rows that say so: it is imported with the function.
 
     python benchmarks/dispatch.py --out dispatch.json          # under four minutes
-    python benchmarks/dispatch.py --frameworks tensorflow --rows standby spawn
+    python benchmarks/dispatch.py --frameworks tensorflow --rows auto spawn
     python benchmarks/dispatch.py --tiny                       # that it runs, on the CPU
 
 Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, each row in a fresh
 process. A row submits a first task, `--later` tasks one after another, each when no child of the flow
-computes any more, and a burst of `--burst` at once. Times are `time.time()`: in the submitter before
+computes any more, a burst of `--burst` at once, and `--long` at once that hold the device for a second. Times are `time.time()`: in the submitter before
 `submit`, in the body's first line, after the framework's import, and when a first tensor is on the
 device and it has synchronised. Then the body takes 4 GiB and lets go. "Back" is when NVML lists no more
 for the flow's process and its children than before the first task, from the result on; "left" is what
-they hold if that does not come within a second. CUDA's own start is the plain process's where that
+they hold if that does not come within a second. "Children's CPU" is that of all child processes of the row, a task. CUDA's own start is the plain process's where that
 row is measured: TensorFlow and JAX start under a policy of ours before the first line, so that part of
 it is not seen in the body.
 
@@ -31,8 +31,10 @@ import importlib
 import json
 import multiprocessing
 import random
+import resource
 import statistics
 import time
+from multiprocessing import forkserver
 from typing import Any
 
 import _bound
@@ -40,29 +42,34 @@ import _common
 import _devices
 
 ROWS = {
-    "auto": "GPUTaskRunner, start_method=auto",
-    "standby": "GPUTaskRunner, processes stand by",
+    "auto": "GPUTaskRunner, the default",
+    "standby": "GPUTaskRunner, start_method=spawn",
     "cold": "GPUTaskRunner, cold",
     "spawn": "multiprocessing spawn, no Prefect",
-    "standby-prefect": "GPUTaskRunner, processes stand by; module imports Prefect",
+    "fork": "multiprocessing forkserver, no Prefect",
+    "standby-prefect": "GPUTaskRunner, start_method=spawn; module imports Prefect",
     "cold-prefect": "GPUTaskRunner, cold; module imports Prefect",
     "spawn-prefect": "multiprocessing spawn; module imports Prefect",
     "pool": "ProcessPoolTaskRunner",
     "threads": "ThreadPoolTaskRunner",
     "ray": "RayTaskRunner, num_gpus=0.1",
 }
-FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "none": ""}
+FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "none": ""}
 
 #: Measured first: what this package claims, and the plain process that it is compared with.
-FIRST = ("auto", "standby", "cold", "spawn")
+FIRST = ("auto", "standby", "cold", "spawn", "fork")
 
 #: Seconds that a row takes on an H200 before it was measured here, to plan within the budget.
-GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "none": 15.0}
+GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "jax": 30.0, "none": 15.0}
 GUESS_RAY_S = 60.0
 
 MIB = _devices.MIB
 GPU_BYTES = 4096 * MIB
 HOST_BYTES = 64 * MIB
+
+#: Memory and seconds of each of the `--long` tasks, of which two dozen fit on 80 GB.
+LONG_BYTES = 1024 * MIB
+LONG_S = 1.0
 
 #: Seconds after a task's result within which its memory must be free; otherwise it leaked.
 SETTLE_S = 1.0
@@ -95,10 +102,8 @@ def make_runner(row: str, framework: str, on_gpu: bool) -> tuple[Any, list[str]]
         return ThreadPoolTaskRunner(), []
     if row == "ray":
         return _common.ray_runner(1), []
-    more: dict[str, Any] = {}
-    if row == "auto":
-        more["start_method"] = "auto"
-    if row == "cold" and not _common.runner_lacks("standby"):
+    more: dict[str, Any] = {} if row == "auto" else {"start_method": "spawn"}
+    if row == "cold":
         more["standby"] = 0
     tags = gpu(memory="6GiB" if on_gpu else "1GiB", framework=framework)
     return GPUTaskRunner(devices="nvml" if on_gpu else "host", **more), list(tags)
@@ -111,17 +116,20 @@ class Row:
         self._row, self._framework, self._on_gpu = row, framework, on_gpu
         self._kind, _, more = row.partition("-")
         self._bodies = importlib.import_module("_bodies_prefect" if more else "_bodies")
-        self._arguments = (framework, on_gpu, GPU_BYTES if on_gpu else HOST_BYTES)
 
-    def measure(self, later: int, burst: int, pause_s: float) -> None:
-        """Run the first task, later ones and the burst."""
-        if self._kind == "spawn":
-            context = multiprocessing.get_context("spawn")
+    def measure(self, later: int, burst: int, long: int, pause_s: float) -> None:
+        """Run the first task, later ones, the burst and the long ones."""
+        if self._kind in ("spawn", "fork"):
+            context: Any = multiprocessing.get_context("spawn")
+            if self._kind == "fork":
+                context = multiprocessing.get_context("forkserver")
+                modules = [FRAMEWORKS[self._framework], self._bodies.__name__]
+                context.set_forkserver_preload([name for name in modules if name])
 
-            def start() -> Any:
+            def start(is_long: bool = False) -> Any:
                 queue = context.SimpleQueue()
                 process = context.Process(
-                    target=self._bodies.spawned, args=(queue, *self._arguments)
+                    target=self._bodies.spawned, args=(queue, *self._arguments(is_long))
                 )
                 process.start()
 
@@ -132,26 +140,49 @@ class Row:
 
                 return result
 
-            self._run(start, later, burst, pause_s)
+            self._run(start, later, burst, long, pause_s)
+            self._tell_cpu(1 + later + burst + long)
             return
         from prefect import flow, task
+
+        from prefect_gpu import gpu
 
         runner, tags = make_runner(self._kind, self._framework, self._on_gpu)
         work = task(self._bodies.first_use, name="work", tags=tags)
 
-        def submit() -> Any:
+        long_tags = gpu(memory="2GiB" if self._on_gpu else "1GiB", framework=self._framework)
+        long_work = work.with_options(tags=list(long_tags) if tags else [])
+
+        def submit(is_long: bool = False) -> Any:
+            submitted, arguments = long_work if is_long else work, self._arguments(is_long)
             if self._row != "ray":
-                return work.submit(*self._arguments).result
-            with _common.ray_options(num_gpus=0.1 if self._on_gpu else 0):
-                return work.submit(*self._arguments).result
+                return submitted.submit(*arguments).result
+            with _common.ray_options(num_gpus=(0.04 if is_long else 0.1) if self._on_gpu else 0):
+                return submitted.submit(*arguments).result
 
         @flow(task_runner=runner)
         def dispatch() -> None:
-            self._run(submit, later, burst, pause_s)
+            self._run(submit, later, burst, long, pause_s)
 
         dispatch()
+        self._tell_cpu(1 + later + burst + long)
 
-    def _run(self, start: Any, later: int, burst: int, pause_s: float) -> None:
+    def _arguments(self, is_long: bool) -> tuple[Any, ...]:
+        if is_long:
+            return self._framework, self._on_gpu, LONG_BYTES if self._on_gpu else HOST_BYTES, LONG_S
+        return self._framework, self._on_gpu, GPU_BYTES if self._on_gpu else HOST_BYTES
+
+    def _tell_cpu(self, tasks: int) -> None:
+        """Tell the CPU time of all child processes that have ended, and of theirs. Ray's are none of this process."""
+        if self._kind == "fork":
+            # Its forks count once the server itself is reaped.
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = (used.ru_utime + used.ru_stime) / tasks
+        named = {"row": self._row, "framework": self._framework, "kind": "cpu"}
+        _common.tell({**named, "cpu_s": None if self._kind in ("ray", "threads") else cpu_s})
+
+    def _run(self, start: Any, later: int, burst: int, long: int, pause_s: float) -> None:
         if self._kind not in ("auto", "standby"):
             # Nothing gets ready there; Ray's own processes are never quite idle.
             pause_s = min(pause_s, OTHERS_PAUSE_S)
@@ -181,15 +212,17 @@ class Row:
             # Every row waits: a task must not compete with what the one before left running.
             times["idle_after_s"] = _devices.wait_until_idle(pause_s)
             _common.tell(times)
-        if burst:
+        for kind, count in (("burst", burst), ("long", long)):
             began = time.time()
-            started = [(time.time(), start()) for _ in range(burst)]
+            started = [(time.time(), start(kind == "long")) for _ in range(count)]
             all_found = [(submitted, result()) for submitted, result in started]
             wall_s = time.time() - began
-            left = read_left()
+            left = read_left() if count else {}
             for submitted, found in all_found:
-                times = self._times("burst", submitted, found)
+                times = self._times(kind, submitted, found)
                 _common.tell({**times, "wall_s": wall_s, **left})
+            if count:
+                _devices.wait_until_idle(pause_s)
 
     def _times(self, kind: str, submitted: float, found: dict[str, float]) -> dict[str, Any]:
         return {
@@ -230,18 +263,22 @@ def main() -> None:
     )
     parser.add_argument("--later", type=int, default=3, help="tasks after the first, one by one")
     parser.add_argument("--burst", type=int, default=8, help="tasks at once after those; 0: none")
+    parser.add_argument("--long", type=int, default=24, help="tasks of a second at once; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause", type=float, default=15.0, help="most seconds between tasks")
     _common.add_arguments(parser, ROWS, budget_s=225.0, seed_of="the order in which rows run")
     given = parser.parse_args()
     if given.row:
         (framework,) = given.frameworks
-        Row(given.row, framework, given.on_gpu).measure(given.later, given.burst, given.pause)
+        Row(given.row, framework, given.on_gpu).measure(
+            given.later, given.burst, given.long, given.pause
+        )
         return
     devices = _devices.nvidia()
     on_gpu = bool(devices) and not given.tiny
     if given.tiny:
         given.frameworks, given.later, given.burst, given.repeats = ["none"], 1, 2, 1
+        given.long = 2
         # However loaded the machine is: it shows that everything runs.
         given.pause, given.budget = 1.0, 600.0
 
@@ -275,7 +312,8 @@ def main() -> None:
                 __file__,
                 [
                     *("--row", row, "--frameworks", framework, "--later", str(given.later)),
-                    *("--burst", str(given.burst), "--pause", str(given.pause)),
+                    *("--burst", str(given.burst), "--long", str(given.long)),
+                    *("--pause", str(given.pause)),
                     *(["--on-gpu"] if on_gpu else []),
                 ],
                 url,
@@ -315,7 +353,7 @@ def select(runs: list[dict[str, Any]], framework: str, row: str, kind: str) -> l
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return medians by framework, row and kind."""
-    keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs})
+    keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs if "line_s" in r})
     return {
         ", ".join(key): {
             name: statistics.median(r[name] for r in select(runs, *key))
@@ -339,7 +377,9 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
             name = f"{framework}, {row}: ready, less CUDA's own start ({of} row)"
             checks.append(_bound.Check(name, ready_s, AIM_S, "s"))
         for row in ("auto", "standby", "cold"):
-            own = [r for r in runs if (r["framework"], r["row"]) == (framework, row)]
+            own = [
+                r for r in runs if (r["framework"], r["row"]) == (framework, row) and "line_s" in r
+            ]
             if own:
                 left = max(r["left_bytes"] for r in own) / MIB
                 checks.append(
@@ -357,17 +397,17 @@ def print_rows(
     """Print a line for each row of one framework."""
     table = []
     for row in rows:
-        first, later, burst = (
-            select(runs, framework, row, kind) for kind in ("first", "later", "burst")
+        first, later, burst, long, cpu = (
+            select(runs, framework, row, kind)
+            for kind in ("first", "later", "burst", "long", "cpu")
         )
         if not first:
             reason = absent.get((framework, row), "not measured")
-            table.append([ROWS[row], reason, *([""] * 8)])
+            table.append([ROWS[row], reason, *([""] * 9)])
             continue
         # What burst tasks leave is read once for all of them.
-        left = [r["left_bytes"] / MIB for r in (*first, *later, *burst[:1])]
+        left = [r["left_bytes"] / MIB for r in (*first, *later, *burst[:1], *long[:1])]
         back = [r["back_s"] for r in (*first, *later) if r["back_s"] is not None]
-        idle = [r["idle_after_s"] for r in (*first, *later) if r.get("idle_after_s") is not None]
         table.append(
             [
                 ROWS[row],
@@ -377,10 +417,10 @@ def print_rows(
                 _common.spread([r["init_s"] for r in later], 3),
                 _common.spread([r["ready_s"] for r in burst], 2),
                 _common.spread([r["wall_s"] for r in burst], 2),
+                _common.spread([r["wall_s"] for r in long], 2),
+                _common.spread([r["cpu_s"] for r in cpu if r["cpu_s"] is not None], 2),
                 _common.spread(back, 2),
                 _common.spread(left, 0),
-                # With processes that stand by: how long the next one takes to be ready.
-                _common.spread(idle, 1) if row.startswith("standby") else "",
             ]
         )
     print(f"{framework}\n")
@@ -393,9 +433,10 @@ def print_rows(
             "of it CUDA init, s",
             "burst: ready, s",
             "all ended, s",
+            "of a second: all ended, s",
+            "children's CPU a task, s",
             "memory back, s",
             "left, MiB",
-            "next standby ready, s",
         ],
         table,
     )

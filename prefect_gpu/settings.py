@@ -130,9 +130,9 @@ class GPUSettings(PrefectBaseSettings):
         "None: by the kind of device.",
     )
     start_method: StartMethod = Field(
-        default="spawn",
-        description="How the process of a task starts: spawn, as a fresh interpreter; or auto, as a fork of a fresh "
-        "interpreter that has imported the task's libraries and done nothing else, where such forks were shown to work.",
+        default="auto",
+        description="How the process of a task starts: auto, as a fork of a fresh interpreter that has imported the "
+        "task's libraries and done nothing else, where such forks were shown to work; or spawn, as a fresh interpreter.",
     )
     ledger: Annotated[Path | None, BeforeValidator(_read_ledger)] = Field(
         default=None,

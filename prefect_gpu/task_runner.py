@@ -42,9 +42,9 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         reports: Whether to publish memory reports as artifacts.
         standby: Of processes that are not forks, most that are started ahead of their tasks, with Prefect, the framework
             and the task's modules imported: `"auto"` or a number; 0: none.
-        start_method: `"spawn"`: each process is a fresh interpreter. `"auto"`: each process is a fork of a fresh interpreter
-            that has imported the task's libraries and done nothing else, on Linux, for frameworks whose forks were shown to
-            work (docs/start.md); else as `"spawn"`.
+        start_method: `"auto"` (the default): each process is a fork of a fresh interpreter that has imported the task's
+            libraries and done nothing else, on Linux, for frameworks whose forks were shown to work (docs/start.md); else
+            as with `"spawn"`: each process is a fresh interpreter.
         memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, with
             stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of memory. `None`: no snapshots.
         address: Ray cluster whose devices are used in place of this machine's: `"auto"`, `"host:port"` or
@@ -65,7 +65,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: str | None = None,
         reports: bool | None = None,
         standby: int | Literal["auto"] | None = None,
-        start_method: Literal["spawn", "auto"] | None = None,
+        start_method: Literal["auto", "spawn"] | None = None,
         max_tasks_per_device: int | None = None,
         memory_snapshots: str | Path | None = None,
         address: str | None = None,

@@ -6,18 +6,22 @@ a fresh interpreter after the same imports. `processes.forks` has the parent's s
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable
 
 from prefect_gpu.child import bootstrap, warm_up
+from prefect_gpu.child.exit import run_exit_functions
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.interpreter import environment_with
 
@@ -114,6 +118,8 @@ def serve(control: socket.socket, channel: int) -> int:
             pidfd = os.pidfd_open(pid)
             forks[pidfd] = pid, reply
             poll.register(pidfd, select.POLLIN)
+    # For what libraries made at their import; the pool has let go of this process.
+    run_exit_functions()
     os._exit(0)
 
 
@@ -145,7 +151,7 @@ def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> N
         wanted = json.load(file)
     _show_token(os.environ.get(TOKEN_VARIABLE, ""), wanted["environment"].get(TOKEN_VARIABLE, ""))
     set_environment(wanted["environment"])
-    # The warm process has the umask and limits that the parent had when it started.
+    # The warm process has the umask, affinity and limits that the parent had when it started.
     warm_up.follow(wanted["parent"])
     if wanted["cwd"]:
         os.chdir(wanted["cwd"])
@@ -153,9 +159,19 @@ def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> N
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+    _keep_shared_files()
     boot = bootstrap.read_boot(channel)
     warm_up.set_paths(tuple(boot["sys_path"]))
     sys.argv[:] = boot["argv"]
+
+
+def _keep_shared_files() -> None:
+    """Leave files that libraries made at their import: at its end this fork would remove them for all."""
+    for remove in (shutil.rmtree, os.remove, os.unlink, os.rmdir):
+        atexit.unregister(remove)
+    # Among them those of `tempfile.TemporaryDirectory`.
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def set_environment(wanted: dict[str, str]) -> None:

@@ -180,11 +180,13 @@ def _is_library(entry: str) -> bool:
 
 
 def follow(parent: int) -> None:
-    """Set the current umask and resource limits of the process `parent`; do nothing without `/proc` (macOS)."""
+    """Set the current umask, CPU affinity and limits of the process `parent`; do nothing without `/proc` (macOS)."""
     umask = read_status(parent, "Umask")
     if not umask:
         return
     os.umask(int(umask, 8))
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, os.sched_getaffinity(parent))
     import resource
 
     for name in dir(resource):

@@ -92,7 +92,7 @@ def check(options: argparse.Namespace) -> list[str]:
         parents = {each[1] for each in found if isinstance(each, tuple)}
         same = values[repr(wanted)]
         say(
-            f"{name}: {same} of {len(found)} as fresh, {len(parents)} parent(s), {min(took_s):.1f} to {max(took_s):.1f} s for {AT_ONCE} at once"
+            f"{name}: {same} of {len(found)} as fresh, {len(parents)} parent(s), {min(took_s):.1f} to {max(took_s):.1f} s for {AT_ONCE} at once; fresh: {wanted!r}"
         )
         if same != len(found):
             problems.append(f"{name}: fresh {wanted!r}, forks {values.most_common(4)}")

@@ -8,9 +8,20 @@ import subprocess
 import sys
 
 
-def train_torch() -> tuple[float, int, bool]:
-    """Train a convolution on the device, with a loader's worker, BLAS in threads, a program, a signal and a full cap."""
+def use_system() -> int:
+    """Multiply in BLAS's threads, hear a signal and run a program."""
     import numpy as np
+
+    blas = int((np.ones((400, 400)) @ np.ones((400, 400))).sum())
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    os.kill(os.getpid(), signal.SIGUSR1)
+    said = subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, check=True)
+    return blas + int(said.stdout) + len(heard)
+
+
+def train_torch() -> tuple[float, int, bool]:
+    """Train a convolution on the device, with a loader's worker, use the system, and run out of memory."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,17 +38,12 @@ def train_torch() -> tuple[float, int, bool]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    blas = int((np.ones((400, 400)) @ np.ones((400, 400))).sum())
-    heard: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
-    os.kill(os.getpid(), signal.SIGUSR1)
-    said = subprocess.run([sys.executable, "-c", "print(7)"], capture_output=True, check=True)
     ran_out = device == "cpu"
     try:
         torch.empty(1 << 40, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         ran_out = "memory" in str(error)
-    return round(float(loss.detach()), 4), blas + int(said.stdout) + len(heard), ran_out
+    return round(float(loss.detach()), 4), use_system(), ran_out
 
 
 def compile_torch() -> float:
@@ -73,13 +79,16 @@ def use_torch_libraries() -> float:
     return round(found, 1)
 
 
-def train_jax() -> float:
-    """Train with Flax and Optax on the device."""
+def train_jax() -> tuple[float, int, bool]:
+    """Train a convolution with Flax and Optax on the device, use the system, and run out of memory."""
     import flax.linen as nn
     import jax
     import optax
 
-    model, x = nn.Dense(4), jax.numpy.ones((8, 32))
+    model = nn.Sequential(
+        [nn.Conv(8, (3, 3)), nn.relu, lambda y: y.reshape((y.shape[0], -1)), nn.Dense(4)]
+    )
+    x = jax.numpy.ones((8, 16, 16, 3))
     params = model.init(jax.random.PRNGKey(0), x)
     rule = optax.sgd(0.1)
     state = rule.init(params)
@@ -92,7 +101,14 @@ def train_jax() -> float:
 
     for _ in range(3):
         params, state, loss = step(params, state)
-    return round(float(loss), 3)
+    on_gpu = jax.default_backend() == "gpu"
+    ran_out = not on_gpu
+    try:
+        if on_gpu:
+            jax.numpy.ones((1 << 40,), jax.numpy.uint8).block_until_ready()
+    except Exception as error:
+        ran_out = "RESOURCE_EXHAUSTED" in str(error)
+    return round(float(loss), 3), use_system(), ran_out
 
 
 def use_cupy() -> float:

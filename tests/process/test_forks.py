@@ -237,13 +237,16 @@ def test_what_a_library_did_at_its_import_is_there_as_after_an_import(
     module(
         str(folder),
         "acts_as_libraries_do",
-        "import os, sys\n"
+        "import atexit, os, shutil, sys, tempfile\n"
         "os.environ['OF_A_LIBRARY'], os.environ['PREFECT_GPU_TEST'] = 'set', 'by the library'\n"
         f"LOG = open({str(tmp_path / 'log')!r}, 'a')\n"
         "LOG.write('imported ')\n"
-        "print('unfinished', end='', file=sys.stderr)\n",
+        "print('unfinished', end='', file=sys.stderr)\n"
+        "FOLDERS = tempfile.mkdtemp(), (OWNER := tempfile.TemporaryDirectory()).name\n"
+        "atexit.register(shutil.rmtree, FOLDERS[0])\n",
     )
-    rig = make_forks(make_source("acts_as_libraries_do"))
+    source = make_source("acts_as_libraries_do")
+    rig = make_forks(source)
     forks = [
         rig.launch(spec_of(_use_library, name, environment={"PREFECT_GPU_TEST": "of the task"}))
         for name in "ab"
@@ -252,6 +255,11 @@ def test_what_a_library_did_at_its_import_is_there_as_after_an_import(
     assert {fork.exit().stderr_tail for fork in forks} == {""}
     written = (tmp_path / "log").read_text()
     assert written.startswith("imported ") and sorted(written[9:]) == ["a", "b"]
+    # Removed with the process that made them.
+    folders = rig.call(_folders_of_library)
+    assert rig.started[-1].exit().code == 0 and all(map(os.path.isdir, folders))
+    source.source.retire()
+    assert source.until(ChildExited).code == 0 and not any(map(os.path.exists, folders))
 
 
 def test_what_c_code_prints_is_printed(rig: ForkRig, capfd: pytest.CaptureFixture[str]) -> None:
@@ -284,12 +292,14 @@ def test_a_source_reaps_its_forks_where_the_flow_ignores_them(
 
 def test_limits_are_the_parents_of_now(rig: ForkRig) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    umask = os.umask(0o027)
+    umask, cores = os.umask(0o027), os.sched_getaffinity(0)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
-        assert rig.call(_limits) == (0o027, soft - 1)
+        os.sched_setaffinity(0, {min(cores)})
+        assert rig.call(_limits) == (0o027, soft - 1, {min(cores)})
     finally:
         os.umask(umask)
+        os.sched_setaffinity(0, cores)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -777,6 +787,13 @@ def _use_library(name: str) -> tuple[str | None, str | None]:
     return os.environ.get("OF_A_LIBRARY"), os.environ.get("PREFECT_GPU_TEST")
 
 
+def _folders_of_library() -> tuple[str, str]:
+    import acts_as_libraries_do
+
+    folders: tuple[str, str] = acts_as_libraries_do.FOLDERS
+    return folders
+
+
 def _print_by_c() -> None:
     import ctypes
 
@@ -816,9 +833,9 @@ def _train() -> float:
     return round(float(loss.detach()), 6)
 
 
-def _limits() -> tuple[int, int]:
+def _limits() -> tuple[int, int, set[int]]:
     umask = os.umask(0)
-    return umask, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return umask, resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.sched_getaffinity(0)
 
 
 def _leave_open(folder: str) -> None:

@@ -31,7 +31,7 @@ def test_settings_have_defaults() -> None:
         "placement": "spread",
         "max_processes": None,
         "max_tasks_per_device": None,
-        "start_method": "spawn",
+        "start_method": "auto",
         "headroom": None,
         "ledger": None,
         "memory_snapshots": None,
@@ -142,7 +142,7 @@ def test_a_runner_prints_as_it_was_written() -> None:
     [
         {"standby": 0},
         {"reports": False},
-        {"start_method": "auto"},
+        {"start_method": "spawn"},
         {"memory_snapshots": "here"},
     ],
     ids=str,

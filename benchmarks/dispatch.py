@@ -16,7 +16,7 @@ computes any more, a burst of `--burst` at once, and `--long` at once that hold 
 `submit`, in the body's first line, after the framework's import, and when a first tensor is on the
 device and it has synchronised. Then the body takes 4 GiB and lets go. "Back" is when NVML lists no more
 for the flow's process and its children than before the first task, from the result on; "left" is what
-they hold if that does not come within a second. "Children's CPU" is that of all child processes of the row, a task. CUDA's own start is the plain process's where that
+they hold if that does not come within a second, and 0.1 s more for each further task that ended at once. "Children's CPU" is that of all child processes of the row, a task. CUDA's own start is the plain process's where that
 row is measured: TensorFlow and JAX start under a policy of ours before the first line, so that part of
 it is not seen in the body.
 
@@ -73,6 +73,9 @@ LONG_S = 1.0
 
 #: Seconds after a task's result within which its memory must be free; otherwise it leaked.
 SETTLE_S = 1.0
+
+#: The same for each further task that ended at once: the driver ends their contexts one after another.
+SETTLE_EACH_S = 0.1
 
 #: Longest pause, in seconds, between the tasks of a row without standbys.
 OTHERS_PAUSE_S = 2.0
@@ -188,13 +191,14 @@ class Row:
             pause_s = min(pause_s, OTHERS_PAUSE_S)
         before, used_before = _devices.held_bytes(self._on_gpu), _devices.used_bytes()
 
-        def read_left() -> dict[str, float | None]:
+        def read_left(ended: int = 1) -> dict[str, float | None]:
             began = time.monotonic()
+            settle_s = SETTLE_S + SETTLE_EACH_S * (ended - 1)
             while True:
                 left, passed = _devices.held_bytes(self._on_gpu) - before, time.monotonic() - began
                 is_back = left <= 0
                 # A host's resident memory never comes back to the byte.
-                if is_back or passed > SETTLE_S or not self._on_gpu:
+                if is_back or passed > settle_s or not self._on_gpu:
                     break
                 time.sleep(0.02)
             return {
@@ -217,7 +221,7 @@ class Row:
             started = [(time.time(), start(kind == "long")) for _ in range(count)]
             all_found = [(submitted, result()) for submitted, result in started]
             wall_s = time.time() - began
-            left = read_left() if count else {}
+            left = read_left(count) if count else {}
             for submitted, found in all_found:
                 times = self._times(kind, submitted, found)
                 _common.tell({**times, "wall_s": wall_s, **left})
@@ -353,7 +357,7 @@ def select(runs: list[dict[str, Any]], framework: str, row: str, kind: str) -> l
 
 def summarise(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Return medians by framework, row and kind."""
-    keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs if "line_s" in r})
+    keys = sorted({(r["framework"], r["row"], r["kind"]) for r in runs if r["kind"] != "cpu"})
     return {
         ", ".join(key): {
             name: statistics.median(r[name] for r in select(runs, *key))
@@ -378,7 +382,9 @@ def make_checks(runs: list[dict[str, Any]]) -> list[_bound.Check]:
             checks.append(_bound.Check(name, ready_s, AIM_S, "s"))
         for row in ("auto", "standby", "cold"):
             own = [
-                r for r in runs if (r["framework"], r["row"]) == (framework, row) and "line_s" in r
+                r
+                for r in runs
+                if (r["framework"], r["row"]) == (framework, row) and r["kind"] != "cpu"
             ]
             if own:
                 left = max(r["left_bytes"] for r in own) / MIB
@@ -403,11 +409,12 @@ def print_rows(
         )
         if not first:
             reason = absent.get((framework, row), "not measured")
-            table.append([ROWS[row], reason, *([""] * 9)])
+            table.append([ROWS[row], reason, *([""] * 10)])
             continue
         # What burst tasks leave is read once for all of them.
         left = [r["left_bytes"] / MIB for r in (*first, *later, *burst[:1], *long[:1])]
         back = [r["back_s"] for r in (*first, *later) if r["back_s"] is not None]
+        last_back = [r["back_s"] for r in long[:1] if r["back_s"] is not None]
         table.append(
             [
                 ROWS[row],
@@ -420,6 +427,7 @@ def print_rows(
                 _common.spread([r["wall_s"] for r in long], 2),
                 _common.spread([r["cpu_s"] for r in cpu if r["cpu_s"] is not None], 2),
                 _common.spread(back, 2),
+                _common.spread(last_back, 2),
                 _common.spread(left, 0),
             ]
         )
@@ -436,6 +444,7 @@ def print_rows(
             "of a second: all ended, s",
             "children's CPU a task, s",
             "memory back, s",
+            "of a second: back, s",
             "left, MiB",
         ],
         table,

@@ -107,8 +107,9 @@ def _applies_late(name: str, old: str | None) -> bool:
     if name == "CUDA_VISIBLE_DEVICES":
         # The driver reads the variable at its start. A module that found no device at import may have chosen the CPU.
         return old is None or old.strip() not in ("", "-1", "NoDevFiles")
-    # Prefect's settings are sent with the run, and take precedence over the environment.
-    return name == "CUDA_DEVICE_ORDER" or name.startswith("PREFECT_")
+    # Prefect's settings are sent with the run, and take precedence over the environment. pytest tells in a variable of
+    # its own which test runs.
+    return name in ("CUDA_DEVICE_ORDER", "PYTEST_CURRENT_TEST") or name.startswith("PREFECT_")
 
 
 AllocationMode = Literal["limit", "growth", "all"]

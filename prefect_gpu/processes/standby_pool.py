@@ -152,11 +152,21 @@ class StandbyPool:
         """
         with self._changed:
             if not self._shut:
+                if not self._owners:
+                    # What has failed or was the latest for runners before says nothing about this one.
+                    waiting = {s.kind: self._record(s.kind) for s in self._standbys if s.ready}
+                    self._records = {
+                        s.kind: KindRecord(s.kind, s.kind.size_bytes) for s in self._standbys
+                    }
+                    self._records |= waiting
                 self._owners.setdefault(owner, (most, broker))
                 self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
-        """Remove a runner. If no runner is left, end all standbys and wait for their end."""
+        """Remove a runner. If no runner is left, end all processes but used sources, and wait for their end.
+
+        A source that has been forked waits for the next runner, as long as for the next task.
+        """
         with self._changed:
             self._owners.pop(owner, None)
             # Its tasks may wait for imports.
@@ -164,27 +174,18 @@ class StandbyPool:
             if self._owners:
                 return
             self._announced.clear()
-            self._end_all()
-            # Kinds that have failed may work for the next runner.
-            self._records.clear()
-            for standby in self._standbys:
-                self._record(standby.kind)
-            deadline = time.monotonic() + _ENDING_S
-            while self._standbys and (left_s := deadline - time.monotonic()) > 0:
-                self._changed.wait(left_s)
-            for standby in self._standbys:
-                # A fork that hangs at its end keeps its source alive.
-                if standby.handle is not None:
-                    standby.handle.kill()
+            self._end_all(lambda kind: not kind.forks or not self._record(kind).last_used)
+            self._wait_for_ends()
 
     def shut_down(self) -> None:
-        """End all standbys and start no more, since the interpreter is about to end."""
+        """End all processes, wait for their end and start no more, since the interpreter is about to end."""
         with self._changed:
             self._shut = True
             self._owners.clear()
             self._announced.clear()
             self._end_all()
             self._wake()
+            self._wait_for_ends()
 
     def announce(self, kind: Kind, owner: object = None) -> Announcement:
         """Note that a runner's (`owner`) task of a kind was submitted, so that a process is started; return its launcher."""
@@ -308,9 +309,22 @@ class StandbyPool:
         self._dirty = True
         self._changed.notify_all()
 
-    def _end_all(self) -> None:
+    def _end_all(self, wanted: Callable[[Kind], bool] = lambda kind: True) -> None:
         for standby in self._standbys:
-            self._end(standby)
+            if wanted(standby.kind):
+                self._end(standby)
+
+    def _wait_for_ends(self) -> None:
+        """Wait until the processes that are ending have ended; kill those that take longer than `_ENDING_S` seconds."""
+        deadline = time.monotonic() + _ENDING_S
+        while ending := [s for s in self._standbys if s.stage is Stage.ENDING]:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                break
+            self._changed.wait(left_s)
+        for standby in ending:
+            # A fork that hangs at its end keeps its source alive.
+            if standby.handle is not None:
+                standby.handle.kill()
 
     def _end(self, standby: Standby) -> None:
         # A standby with a task belongs to the task.
@@ -349,7 +363,7 @@ class StandbyPool:
         starved = any(broker.wants_host_memory for broker in brokers)
         now = time.monotonic()
         with self._changed:
-            if self._shut or not self._owners:
+            if self._shut:
                 return
             self._starved_since_s = (self._starved_since_s or now) if starved else None
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
@@ -386,7 +400,9 @@ class StandbyPool:
         if plan.short_of_memory:
             self._hold_until_s = now + SHORTAGE_S
         for kind in plan.starts:
-            if now >= self._hold_until_s and kind not in self._running.values():
+            if not self._owners or now < self._hold_until_s:
+                return
+            if kind not in self._running.values():
                 assert isinstance(kind, Kind)
                 self._start(kind, now)
 
@@ -431,7 +447,7 @@ class StandbyPool:
         return standby.place is not None
 
     def _most(self) -> int:
-        return max(most for most, _ in self._owners.values())
+        return max((most for most, _ in self._owners.values()), default=0)
 
     def _imports_at_once(self) -> int:
         """Return how many standbys may import at once: half the cores, or a free core for each announced task."""

@@ -118,13 +118,15 @@ def reports(task_run_id: UUID, count: int) -> list[dict[str, str]]:
 
 
 def children() -> list[int]:
-    """Return the ids of the child processes of GPU tasks."""
+    """Return the ids of the child processes of GPU tasks, without sources that wait for the next flow."""
     import psutil
 
-    found = []
+    from prefect_gpu.processes.standby_pool import standby_pool
+
+    found, sources = [], standby_pool().pids
     for process in psutil.Process(os.getpid()).children(recursive=True):
         try:
-            if any("bootstrap.py" in word for word in process.cmdline()):
+            if process.pid not in sources and any("bootstrap.py" in w for w in process.cmdline()):
                 found.append(process.pid)
         except psutil.Error:
             continue

@@ -22,6 +22,7 @@ from prefect_gpu.processes.standby_pool import standby_pool
 from tests.integration import bodies
 from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
+from tests.process.warm import end_sources
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -36,6 +37,11 @@ def runner(**changes: Any) -> GPUTaskRunner:
 where = task(bodies.ids, tags=SMALL)
 
 
+@pytest.fixture(autouse=True)
+def none_of_another_test() -> None:
+    end_sources()
+
+
 def test_each_task_is_a_fork_of_one_template_and_nothing_is_left() -> None:
     @flow(task_runner=runner())
     def three() -> tuple[list[tuple[int, int]], tuple[int, ...]]:
@@ -48,7 +54,10 @@ def test_each_task_is_a_fork_of_one_template_and_nothing_is_left() -> None:
     # No standbys beside it.
     assert len(templates) == 1
     assert eventually(lambda: not any(is_alive(pid) for pid, _ in found))
-    assert eventually(lambda: not any(map(is_alive, templates)))
+    # It waits for the next flow, for a while.
+    assert set(three()[1]) == set(templates)
+    end_sources()
+    assert not any(map(is_alive, templates))
 
 
 def test_values_errors_deaths_timeouts_and_retries_are_as_ever(tmp_path: Path) -> None:
@@ -193,7 +202,8 @@ def test_cancelled_tasks_end(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the flow's own"):
         fails()
     pids = [int(path.name) for path in tmp_path.iterdir()]
-    assert eventually(lambda: not any(map(is_alive, (*pids, *seen[0]))))
+    assert eventually(lambda: not any(map(is_alive, pids)))
+    assert standby_pool().pids == seen[0]
 
 
 def test_a_template_that_is_killed_loses_no_task(tmp_path: Path) -> None:
@@ -267,8 +277,7 @@ def test_flows_of_several_threads_share_a_template() -> None:
     for thread in threads:
         thread.join(DEADLOCK_S)
     assert len(parents) == 2 and len(set(parents)) == 1
-    assert seen == [(parents[0],)] * 2
-    assert eventually(lambda: standby_pool().pids == ())
+    assert seen == [(parents[0],)] * 2 and standby_pool().pids == (parents[0],)
 
 
 #: Signals that end a flow; `faults/test_processes` kills its process.

@@ -21,6 +21,7 @@ from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.runner import task_plan
 from tests.integration import engine_api as api
 from tests.process.rig import eventually
+from tests.process.warm import end_sources
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -402,6 +403,7 @@ def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
 
         return os.getpid(), "prefect" in sys.modules
 
+    end_sources()
     work = task(tags=SMALL)(look)
 
     @flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))

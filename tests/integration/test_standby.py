@@ -21,6 +21,7 @@ from prefect_gpu.processes.standby_pool import standby_pool
 from tests.integration import bodies
 from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
+from tests.process.warm import end_sources
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -43,6 +44,11 @@ def ready() -> tuple[int, ...]:
 
 
 where = task(bodies.ids, tags=SMALL)
+
+
+@pytest.fixture(autouse=True)
+def no_source_of_another_test() -> None:
+    end_sources()
 
 
 def test_the_second_task_is_done_by_the_process_that_waited() -> None:

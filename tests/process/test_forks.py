@@ -672,16 +672,44 @@ def test_a_source_without_tasks_ends_after_a_while(
     assert eventually(lambda: not is_alive(first))
 
 
-def test_sources_end_with_the_last_runner(warm: Warm) -> None:
+def test_a_source_that_was_forked_waits_for_the_next_runner(warm: Warm) -> None:
+    first = parent_of(warm)
+    unused = warm.announce(replace(FORKED, libraries=("colorsys",)))
+    assert eventually(lambda: warm.pool.ready == 2)
+    warm.pool.close(warm)
+    assert warm.pool.pids == (first,)
+    unused.retract()
     warm.pool.open("another", 0, warm.broker)
+    assert parent_of(warm) == first
+    warm.pool.close("another")
+    # None is started while there is no runner.
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: warm.pool.pids == ())
+    warm.pool.close("another")
+    assert not eventually(lambda: warm.pool.pids != (), 0.3)
+
+
+@pytest.mark.parametrize("why", ["a while", "no memory"])
+def test_a_source_without_a_runner_ends_after(
+    why: str, warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = parent_of(warm)
+    warm.pool.close(warm)
+    monkeypatch.setattr(standby, "CHECK_S", 0.05)
+    warm.wait_checks()
+    assert is_alive(source)
+    if why == "a while":
+        monkeypatch.setattr(standby_kind, "IDLE_S", 0.0)
+    else:
+        warm.available_bytes = 0
+    assert eventually(lambda: not is_alive(source))
+
+
+def test_sources_end_with_the_interpreter(warm: Warm) -> None:
     first = parent_of(warm)
     warm.pool.close(warm)
-    assert is_alive(first) and parent_of(warm) == first
-    warm.pool.close("another")
-    assert eventually(lambda: not is_alive(first))
-    # Nobody may want one any more.
-    assert parent_of(warm) == os.getpid()
-    assert warm.pool.pids == ()
+    warm.pool.shut_down()
+    assert not is_alive(first) and warm.pool.pids == ()
 
 
 # The parent.

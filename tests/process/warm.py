@@ -9,15 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.shared_folder import SharedFolder
+from prefect_gpu.processes import standby_kind
 from prefect_gpu.processes.forks import ForkSource
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.processes.launch_spec import ChildStarted, LaunchSpec, WarmSpec
 from prefect_gpu.processes.launcher import ProcessLauncher
 from prefect_gpu.processes.messages import Warmed
 from prefect_gpu.processes.standby_kind import Kind
-from prefect_gpu.processes.standby_pool import Announcement, StandbyPool
+from prefect_gpu.processes.standby_pool import Announcement, StandbyPool, standby_pool
 from prefect_gpu.units import GIB
 from tests.process.rig import Heard, Rig, eventually
 
@@ -96,12 +99,21 @@ class Source:
         self.source.close()
 
 
+def end_sources() -> None:
+    """End the sources that wait for the next flow of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(standby_kind, "IDLE_S", 0.0)
+        # Wakes the pool.
+        standby_pool().close(None)
+        assert eventually(lambda: standby_pool().pids == ())
+
+
 def end_all(warms: Iterable[Warm]) -> None:
     """End what stands by; nothing of it may be left."""
     for warm in warms:
         warm.pool.close(warm)
-        assert warm.pool.pids == ()
         warm.pool.shut_down()
+        assert warm.pool.pids == ()
 
 
 def kind_with(*users: str, **changes: Any) -> Kind:

@@ -149,6 +149,7 @@ class Row:
         from prefect import flow, task
 
         from prefect_gpu import gpu
+        from prefect_gpu.processes.standby_pool import standby_pool
 
         runner, tags = make_runner(self._kind, self._framework, self._on_gpu)
         work = task(self._bodies.first_use, name="work", tags=tags)
@@ -168,6 +169,8 @@ class Row:
             self._run(submit, later, burst, long, pause_s)
 
         dispatch()
+        # Forks count once their source has ended, which would wait for the next flow.
+        standby_pool().shut_down()
         self._tell_cpu(1 + later + burst + long)
 
     def _arguments(self, is_long: bool) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ def run_exit_functions() -> None:
 
 
 def end_fork(opened: Iterable[weakref.ref[Any]]) -> NoReturn:
-    """End this fork of a warm process without the `atexit` functions of C libraries; `opened`: files of its libraries."""
+    """End this process, a source or a fork of it, without the `atexit` functions of C libraries; `opened`: files of its libraries."""
     # Clearing the modules of Prefect and PyTorch would copy most shared pages: 0.8 s, now 0.02 s (Python 3.11).
     write_open_files()
     _write(file for find in opened if (file := find()))

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable
 
 from prefect_gpu.child import bootstrap, warm_up
-from prefect_gpu.child.exit import run_exit_functions
+from prefect_gpu.child.exit import end_fork, run_exit_functions
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.interpreter import environment_with
 
@@ -120,7 +120,7 @@ def serve(control: socket.socket, channel: int) -> int:
             poll.register(pidfd, select.POLLIN)
     # For what libraries made at their import; the pool has let go of this process.
     run_exit_functions()
-    os._exit(0)
+    return end_fork(warm_up.origin().opened)
 
 
 def _fork() -> int:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
     # Imported late: it imports this module.
     from prefect_gpu.child.forks import ThreadWatch, find_problem
 
-    entries = tuple(entries)
+    entries, loaded = tuple(entries), frozenset(sys.modules)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     environment, opened = dict(os.environ), list[weakref.ref[Any]]()
     # A fork imports the user's modules itself: what they open, draw at random or start belongs to one task.
@@ -81,7 +81,7 @@ def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
     gc.collect()
     started = find_started()
     if watch is not None:
-        started = started or find_problem(watch)
+        started = started or find_problem(watch) or _find_users(entries, loaded)
     if asked:
         started = started or "a module asked current_allocation() as it was imported"
     # After the imports, since the file of a module shows whether the module is the user's.
@@ -171,6 +171,14 @@ def _users_files() -> Iterator[tuple[str, str]]:
         # Some modules name a file that never existed.
         if isinstance(path, str) and registry.is_users(name) and os.path.exists(path):
             yield name, path
+
+
+def _find_users(entries: Iterable[str], loaded: Collection[str]) -> str:
+    """Return which module of the user's, not in `entries` or `loaded`, a library has imported, as text; empty: none."""
+    roots = {entry.partition(":")[0].partition(".")[0] for entry in entries}
+    users = (name for name, _ in _users_files() if name not in loaded)
+    name = next((name for name in users if name.partition(".")[0] not in roots), "")
+    return f"a library imports {name}, which is no library" if name else ""
 
 
 def _is_library(entry: str) -> bool:

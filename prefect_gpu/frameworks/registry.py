@@ -320,7 +320,9 @@ def _is_installed(root: str, place: str) -> bool:
     """Return whether an installer put a module into the folder or file `place`."""
     # `dist-packages` is Debian's name, which many GPU containers have.
     by_name = "site-packages" in place or "dist-packages" in place
-    return by_name or root in _installed_in(os.path.dirname(place))
+    folder = os.path.dirname(place)
+    # `sys.stdlib_module_names` lacks modules that are named after the platform.
+    return by_name or folder == os.path.dirname(os.__file__) or root in _installed_in(folder)
 
 
 @functools.cache

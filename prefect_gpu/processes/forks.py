@@ -55,6 +55,10 @@ class ForkSource:
         # For a fork of this process, too, which has a copy.
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
+        if self.pid is not None:
+            # Somebody may have stopped it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:
         """Close the sockets. From any thread, once the process has ended or was never started; or in a fork."""

@@ -8,6 +8,7 @@ computes their number.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from prefect_gpu import values
@@ -29,6 +31,7 @@ from prefect_gpu.frameworks.adapter import (
     child_environment,
     late_changes,
 )
+from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.forks import ForkSource
 from prefect_gpu.processes.interpreter import environment_with
 from prefect_gpu.processes.launch_spec import WarmSpec
@@ -228,6 +231,25 @@ class Stage(enum.IntEnum):
 _serials = itertools.count()
 
 
+def read_surroundings() -> object:
+    """Return what a warm process keeps of its start beside its environment: a fork of it does not follow changes.
+
+    That is the user, the ignored signals, the kernel's settings for a process, and what is installed. An installer
+    changes its folder.
+    """
+    status = [read_status("self", name) for name in ("Uid", "Gid", "Groups", "SigIgn")]
+    kernel = []
+    for name in ("oom_score_adj", "coredump_filter", "cgroup"):
+        with contextlib.suppress(OSError):
+            kernel.append(Path("/proc/self", name).read_text())
+    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    return (
+        status,
+        kernel,
+        [(path, os.stat(path).st_mtime_ns) for path in folders if os.path.isdir(path)],
+    )
+
+
 @dataclass(eq=False)
 class Standby:
     """One warm process: a standby or a fork source."""
@@ -248,6 +270,10 @@ class Standby:
     stage: Stage = Stage.IMPORTING
     #: A task was given to the standby. The stage still changes until the standby accepts the task.
     given: bool = False
+    #: A task's process is or was a fork of this one.
+    was_forked: bool = False
+    #: Result of `read_surroundings` at the start.
+    surroundings: object = None
     #: Places in the machine's limits of standbys and of importing standbys; `None`: not counted.
     place: Hold | None = None
     import_place: Hold | None = None

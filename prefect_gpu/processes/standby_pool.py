@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ from prefect_gpu.processes.standby_kind import (
     Standby,
     choose_standby,
     demands_of,
+    read_surroundings,
 )
 from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, most_imports, plan_standbys
 from prefect_gpu.units import GIB
@@ -73,8 +74,11 @@ SHORTAGE_S = 10.0
 #: Seconds in which a standby must import its modules: ten times the half minute that a cold disk takes.
 IMPORT_S = 300.0
 
-#: Seconds that `close` waits for the end of killed standbys.
-_ENDING_S = 5.0
+#: Most sources that wait for the next runner.
+MOST_KEPT = 2
+
+#: Seconds that `close` and the interpreter's end wait for the ends of processes.
+_ENDING_S = 2.0
 
 
 class Announcement:
@@ -153,19 +157,14 @@ class StandbyPool:
         with self._changed:
             if not self._shut:
                 if not self._owners:
-                    # What has failed or was the latest for runners before says nothing about this one.
-                    waiting = {s.kind: self._record(s.kind) for s in self._standbys if s.ready}
-                    self._records = {
-                        s.kind: KindRecord(s.kind, s.kind.size_bytes) for s in self._standbys
-                    }
-                    self._records |= waiting
+                    self._begin_anew()
                 self._owners.setdefault(owner, (most, broker))
                 self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
-        """Remove a runner. If no runner is left, end all processes but used sources, and wait for their end.
+        """Remove a runner. If no runner is left, end all processes but `MOST_KEPT` sources, and wait for their end.
 
-        A source that has been forked waits for the next runner, as long as for the next task.
+        Those are the last that were forked. They wait for the next runner, as long as for the next task.
         """
         with self._changed:
             self._owners.pop(owner, None)
@@ -174,7 +173,9 @@ class StandbyPool:
             if self._owners:
                 return
             self._announced.clear()
-            self._end_all(lambda kind: not kind.forks or not self._record(kind).last_used)
+            forked = [s for s in self._standbys if s.ready and s.was_forked]
+            forked.sort(key=lambda s: self._record(s.kind).last_used)
+            self._end_all(forked[-MOST_KEPT:])
             self._wait_for_ends()
 
     def shut_down(self) -> None:
@@ -191,9 +192,11 @@ class StandbyPool:
         """Note that a runner's (`owner`) task of a kind was submitted, so that a process is started; return its launcher."""
         announcement = Announcement(self, kind, owner)
         with self._changed:
-            self._announced[announcement] = None
-            self._record(kind)
-            self._check_soon()
+            # A runner that was closed keeps nothing.
+            if owner is None or owner in self._owners:
+                self._announced[announcement] = None
+                self._record(kind)
+                self._check_soon()
         return announcement
 
     def retract(self, announcement: Announcement) -> None:
@@ -309,9 +312,23 @@ class StandbyPool:
         self._dirty = True
         self._changed.notify_all()
 
-    def _end_all(self, wanted: Callable[[Kind], bool] = lambda kind: True) -> None:
+    def _begin_anew(self) -> None:
+        """Forget what other runners have shown, and end sources whose forks would differ from fresh interpreters."""
+        surroundings = read_surroundings()
         for standby in self._standbys:
-            if wanted(standby.kind):
+            late = standby.changes_for(standby.kind, standby.kind.environment_of(os.environ))
+            if late is None or standby.surroundings != surroundings:
+                self._end(standby)
+        used = {s.kind: self._record(s.kind) for s in self._standbys if s.ready}
+        self._records = {s.kind: KindRecord(s.kind, s.kind.size_bytes) for s in self._standbys}
+        for kind, record in used.items():
+            sizes = self._records[kind]
+            sizes.size_bytes = record.size_bytes
+            sizes.last_used, sizes.used_s = record.last_used, record.used_s
+
+    def _end_all(self, but: Collection[Standby] = ()) -> None:
+        for standby in self._standbys:
+            if standby not in but:
                 self._end(standby)
 
     def _wait_for_ends(self) -> None:
@@ -416,7 +433,7 @@ class StandbyPool:
             sys_path=import_paths(),
             control=None if source is None else source.descriptor,
         )
-        standby = Standby(kind, spec, now, source=source)
+        standby = Standby(kind, spec, now, source=source, surroundings=read_surroundings())
         if not self._take_places(standby):
             standby.leave()
             return
@@ -468,6 +485,8 @@ class StandbyPool:
         with self._changed:
             # Only now: without a fork the task gets a fresh process, which says nothing about the source.
             self._running[process] = self._forked[process] = kind
+            for standby in self._standbys:
+                standby.was_forked |= standby.source is source
         return forked
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:

@@ -354,6 +354,15 @@ def test_a_process_must_not_be_forked_after_an_import_that_starts(
     assert make_source("json", "acts_at_import", "numpy").warmed.problem == problem
 
 
+def test_a_source_imports_no_module_of_the_users_through_a_library(
+    make_source: Callable[..., Source], importable: str
+) -> None:
+    module(importable, "of_a_user", "")
+    module(importable, "acts_as_a_library", "import of_a_user")
+    problem = make_source("acts_as_a_library").warmed.problem
+    assert problem == "a library imports of_a_user, which is no library"
+
+
 def test_threads_of_libraries_that_serve_forks_are_no_problem(
     make_source: Callable[..., Source],
 ) -> None:
@@ -687,6 +696,52 @@ def test_a_source_that_was_forked_waits_for_the_next_runner(warm: Warm) -> None:
     assert eventually(lambda: warm.pool.pids == ())
     warm.pool.close("another")
     assert not eventually(lambda: warm.pool.pids != (), 0.3)
+
+
+@pytest.mark.parametrize("what", ["a variable", "an ignored signal", "a package"])
+def test_a_source_ends_if_meanwhile_has_changed(
+    what: str, warm: Warm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    monkeypatch.syspath_prepend(str(packages))
+    before, seen = signal.getsignal(signal.SIGUSR1), [os.getpid()]
+    try:
+        for turn in range(MOST_FAILURES + 1):
+            warm.pool.open(warm, 0, warm.broker)
+            assert eventually(lambda: seen[-1] not in warm.pool.pids)
+            first = parent_of(warm)
+            assert first not in seen
+            seen.append(first)
+            warm.pool.close(warm)
+            if what == "a variable":
+                monkeypatch.setenv("OF_A_LIBRARY", str(turn))
+            elif what == "an ignored signal":
+                signal.signal(signal.SIGUSR1, [signal.SIG_IGN, signal.SIG_DFL][turn % 2])
+            else:
+                os.utime(packages, (turn, turn))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_last_sources_are_kept(warm: Warm) -> None:
+    libraries = ("colorsys", "bisect", "heapq")
+    parents: list[int] = []
+    for name in libraries:
+        announced = warm.announce(with_libraries(name))
+        warm.wait_ready(len(parents) + 1)
+        parents.append(warm.run(announced, spec_of(os.getppid)).value())
+    assert len(set(parents)) == 3
+    warm.pool.close(warm)
+    assert warm.pool.pids == tuple(parents[1:])
+
+
+def test_a_source_that_was_stopped_ends_with_the_interpreter(warm: Warm) -> None:
+    first = parent_of(warm)
+    os.kill(first, signal.SIGSTOP)
+    warm.pool.shut_down()
+    # It was not killed, which takes longer.
+    assert warm.pool.pids == () and not is_alive(first)
 
 
 @pytest.mark.parametrize("why", ["a while", "no memory"])

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -109,6 +110,16 @@ def _one_server(folder: Path) -> Iterator[str]:
                 fcntl.flock(turn, fcntl.LOCK_EX)
                 port.unlink()
                 fcntl.flock(users, fcntl.LOCK_EX)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sources_end_with_their_file() -> Iterator[None]:
+    """A source that waits for the next flow would be counted among what a later file's tests leave."""
+    yield
+    if "prefect_gpu.processes.standby_pool" in sys.modules:
+        from tests.process.warm import end_sources
+
+        end_sources()
 
 
 @pytest.fixture

@@ -56,8 +56,8 @@ class ForkSource:
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if self.pid is not None:
-            # Somebody may have stopped it.
-            with contextlib.suppress(ProcessLookupError):
+            # A stopped process (SIGSTOP) would not end. A parent that has changed its user since may not continue it.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> None:

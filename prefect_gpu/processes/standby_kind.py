@@ -33,7 +33,7 @@ from prefect_gpu.frameworks.adapter import (
 )
 from prefect_gpu.process_resources import read_status
 from prefect_gpu.processes.forks import ForkSource
-from prefect_gpu.processes.interpreter import environment_with
+from prefect_gpu.processes.interpreter import environment_with, import_paths
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle
 from prefect_gpu.processes.messages import Warmed
@@ -232,22 +232,22 @@ _serials = itertools.count()
 
 
 def read_surroundings() -> object:
-    """Return what a warm process keeps of its start beside its environment: a fork of it does not follow changes.
+    """Return the facts that a fork has from the start of its source and not from the flow, to compare two times.
 
-    That is the user, the ignored signals, the kernel's settings for a process, and what is installed. An installer
-    changes its folder.
+    They are the user, the ignored signals, the kernel's settings for the process, and the times at which the folders of
+    installed packages changed.
     """
     status = [read_status("self", name) for name in ("Uid", "Gid", "Groups", "SigIgn")]
     kernel = []
     for name in ("oom_score_adj", "coredump_filter", "cgroup"):
         with contextlib.suppress(OSError):
             kernel.append(Path("/proc/self", name).read_text())
-    folders = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    return (
-        status,
-        kernel,
-        [(path, os.stat(path).st_mtime_ns) for path in folders if os.path.isdir(path)],
-    )
+    installed = []
+    for path in import_paths():
+        if path.endswith(("site-packages", "dist-packages")):
+            with contextlib.suppress(OSError):
+                installed.append((path, os.stat(path).st_mtime_ns))
+    return status, kernel, installed
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """How long from `submit` to a task's first line with its GPU ready, and what stays on the device?
 
 Ours with forks of a warm process (the default), with standbys (`start_method="spawn"`), and with fresh
-interpreters (also `standby=0`), beside what else a user has: plain `multiprocessing` without Prefect (spawn, or
+interpreters (`standby=0` in addition), beside what else a user has: plain `multiprocessing` without Prefect (spawn, or
 forks of its fork server, which has imported the framework), Prefect's `ProcessPoolTaskRunner`, its
 `ThreadPoolTaskRunner`, and `RayTaskRunner` of prefect-ray with a tenth of a GPU. The module of the task's
 function does not import Prefect, except in the rows that say so: it is imported with the function.
@@ -12,13 +12,15 @@ function does not import Prefect, except in the rows that say so: it is imported
 
 Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, each row in a fresh
 process. A row submits a first task, `--later` tasks one after another, each when no child of the flow
-computes any more, a burst of `--burst` at once, and `--long` at once that hold the device for a second. Times are `time.time()`: in the submitter before
-`submit`, in the body's first line, after the framework's import, and when a first tensor is on the
-device and it has synchronised. Then the body takes 4 GiB and lets go. "Back" is when NVML lists no more
-for the flow's process and its children than before the first task, from the result on; "left" is what
-they hold if that does not come within a second, and 0.1 s more for each further task that ended at once. "Children's CPU" is that of all child processes of the row, a task. CUDA's own start is the plain process's where that
-row is measured: TensorFlow and JAX start under a policy of ours before the first line, so that part of
-it is not seen in the body.
+computes any more, `--burst` tasks at once, and `--long` tasks at once that hold the device for a second.
+Times are `time.time()`: in the submitter before `submit`, in the body's first line, after the framework's
+import, and when a first tensor is on the device and it has synchronised. Then the body takes 4 GiB and
+lets go. "Back" is the time from the result until NVML lists no more for the flow's process and its
+children than before the first task. If that takes more than a second, and 0.1 s for each further task
+that ended at once, "left" is the memory that they hold then. "Children's CPU" is the CPU time of all child
+processes of the row, divided by its tasks. CUDA's own start is the plain process's where that row is
+measured: TensorFlow and JAX start under a policy of ours before the first line, so that part of it is not
+seen in the body.
 
 What matters most is measured first (ours and spawn, PyTorch, then TensorFlow), then the other peers,
 then everything again, until `--repeats` or `--budget` is reached. What had no time is said.

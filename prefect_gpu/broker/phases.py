@@ -11,8 +11,9 @@
                                                     released ▼ │ placed
                                                            RELEASED
 
-A request is open until no earlier task run, and no first run, holds it up (`opening`). Then it waits in the queue, is placed
-on devices, and its process starts. After the end of the process, its devices stay reserved until its memory is free. A request that is withdrawn or rejected before it has a process is gone at once.
+A request is open until no earlier task run, and no first run, holds it up (`opening`). Then it waits in the queue, is
+placed on devices, and its process starts. After the end of the process, its devices stay reserved until its memory is
+free. A request that is withdrawn or rejected before it has a process is gone at once.
 
 A process is suspended in steps, which its suspension's thread reports. While its memory is on the host, its devices are
 still reserved (AWAY). Either the process resumes there, or the devices are released, for one waiting request or for all;

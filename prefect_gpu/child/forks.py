@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable
 
 from prefect_gpu.child import bootstrap, warm_up
-from prefect_gpu.child.exit import end_fork, run_exit_functions
+from prefect_gpu.child.exit import end_unfinalised, run_exit_functions
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.interpreter import environment_with
 
@@ -118,9 +118,9 @@ def serve(control: socket.socket, channel: int) -> int:
             pidfd = os.pidfd_open(pid)
             forks[pidfd] = pid, reply
             poll.register(pidfd, select.POLLIN)
-    # For what libraries made at their import; the pool has let go of this process.
+    # Libraries may have made files at their import, which they remove in their exit functions.
     run_exit_functions()
-    return end_fork(warm_up.origin().opened)
+    return end_unfinalised(warm_up.origin().opened)
 
 
 def _fork() -> int:
@@ -166,7 +166,7 @@ def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> N
 
 
 def _keep_shared_files() -> None:
-    """Leave files that libraries made at their import: at its end this fork would remove them for all."""
+    """Take the removal of files from the exit functions of this fork's libraries: other forks need the files."""
     for remove in (shutil.rmtree, os.remove, os.unlink, os.rmdir):
         atexit.unregister(remove)
     # Among them those of `tempfile.TemporaryDirectory`.

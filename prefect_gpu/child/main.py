@@ -77,7 +77,7 @@ def main(descriptor: int, warm: list[str] | None = None, control: int | None = N
     process_exit.run_exit_functions()
     process_exit.finalise_users_modules()
     if forked:
-        process_exit.end_fork(warm_up.origin().opened)
+        process_exit.end_unfinalised(warm_up.origin().opened)
 
 
 class _Interrupts:

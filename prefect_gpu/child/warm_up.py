@@ -174,7 +174,10 @@ def _users_files() -> Iterator[tuple[str, str]]:
 
 
 def _find_users(entries: Iterable[str], loaded: Collection[str]) -> str:
-    """Return which module of the user's, not in `entries` or `loaded`, a library has imported, as text; empty: none."""
+    """Return the problem that a library among `entries` has imported a module of the user's; empty: none has.
+
+    `loaded` are the names of the modules that this process had before.
+    """
     roots = {entry.partition(":")[0].partition(".")[0] for entry in entries}
     users = (name for name, _ in _users_files() if name not in loaded)
     name = next((name for name in users if name.partition(".")[0] not in roots), "")

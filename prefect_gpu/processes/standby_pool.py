@@ -162,9 +162,9 @@ class StandbyPool:
                 self._shared = shared or self._shared
 
     def close(self, owner: object) -> None:
-        """Remove a runner. If no runner is left, end all processes but `MOST_KEPT` sources, and wait for their end.
+        """Remove a runner. If no runner is left, end all processes but `MOST_KEPT` sources, and wait for the ends.
 
-        Those are the last that were forked. They wait for the next runner, as long as for the next task.
+        The sources that were forked last are kept. They wait for the next runner, as long as for the next task.
         """
         with self._changed:
             self._owners.pop(owner, None)
@@ -313,18 +313,18 @@ class StandbyPool:
         self._changed.notify_all()
 
     def _begin_anew(self) -> None:
-        """Forget what other runners have shown, and end sources whose forks would differ from fresh interpreters."""
+        """Forget the failures of earlier runners' kinds, and end sources whose forks would be out of date."""
         surroundings = read_surroundings()
         for standby in self._standbys:
-            late = standby.changes_for(standby.kind, standby.kind.environment_of(os.environ))
-            if late is None or standby.surroundings != surroundings:
+            environment = standby.kind.environment_of(os.environ)
+            changes = standby.changes_for(standby.kind, environment)
+            if changes is None or standby.surroundings != surroundings:
                 self._end(standby)
-        used = {s.kind: self._record(s.kind) for s in self._standbys if s.ready}
-        self._records = {s.kind: KindRecord(s.kind, s.kind.size_bytes) for s in self._standbys}
-        for kind, record in used.items():
-            sizes = self._records[kind]
-            sizes.size_bytes = record.size_bytes
-            sizes.last_used, sizes.used_s = record.last_used, record.used_s
+        known, self._records = self._records, {}
+        for standby in self._standbys:
+            if standby.ready:
+                self._records[standby.kind] = known[standby.kind]
+            self._record(standby.kind).take_success()
 
     def _end_all(self, but: Collection[Standby] = ()) -> None:
         for standby in self._standbys:
@@ -483,7 +483,7 @@ class StandbyPool:
     ) -> Process:
         forked = source.fork(request)
         with self._changed:
-            # Only now: without a fork the task gets a fresh process, which says nothing about the source.
+            # After the fork: if it fails, the task gets a fresh process, whose success is not the source's.
             self._running[process] = self._forked[process] = kind
             for standby in self._standbys:
                 standby.was_forked |= standby.source is source

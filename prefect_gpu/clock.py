@@ -17,8 +17,11 @@ class Clock(Protocol):
         """Return monotonic seconds."""
         ...
 
-    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        """Wait until `condition`, held by the caller, is notified; `False`: `timeout_s` (`None`: no limit) is over."""
+    def wait(self, condition: threading.Condition, until_s: float | None) -> bool:
+        """Wait until `condition`, held by the caller, is notified; `False`: it is `until_s` now (`None`: no limit).
+
+        `until_s` is a time of `now`: with a duration, the time between the caller's reading and this call would be lost.
+        """
         ...
 
 
@@ -29,9 +32,9 @@ class RealClock:
         """Return monotonic seconds."""
         return time.monotonic()
 
-    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+    def wait(self, condition: threading.Condition, until_s: float | None) -> bool:
         """Wait until `condition` is notified or the time is up; see `Clock.wait`."""
-        return condition.wait(timeout_s)
+        return condition.wait(None if until_s is None else max(0.0, until_s - self.now()))
 
 
 class FakeClock:
@@ -51,14 +54,13 @@ class FakeClock:
         with self._lock:
             return self._now_s
 
-    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
+    def wait(self, condition: threading.Condition, until_s: float | None) -> bool:
         """Wait until `condition` is notified or `advance` passes the deadline; see `Clock.wait`."""
         token = object()
         with self._lock:
-            deadline_s = None if timeout_s is None else self._now_s + timeout_s
-            if deadline_s is not None and deadline_s <= self._now_s:
+            if until_s is not None and until_s <= self._now_s:
                 return False
-            self._waiters[token] = (deadline_s, condition)
+            self._waiters[token] = (until_s, condition)
             self._lock.notify_all()
         try:
             # `advance` takes `condition` before it notifies, and the caller holds it until here: no wake-up is lost.
@@ -66,7 +68,7 @@ class FakeClock:
         finally:
             with self._lock:
                 self._waiters.pop(token, None)
-        return deadline_s is None or self.now() < deadline_s
+        return until_s is None or self.now() < until_s
 
     def advance(self, duration_s: float) -> None:
         """Move the time forward, and wake the threads whose deadline has passed."""

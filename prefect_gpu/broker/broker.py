@@ -498,10 +498,9 @@ class Broker:
         with self._known:
             view = self._machine.known.view
             while view.reading is None or view.reading.at_s < asked_s:
-                left_s = asked_s + patience_s - self._clock.now()
-                if left_s <= 0:
+                if self._clock.now() >= asked_s + patience_s:
                     return False
-                self._clock.wait(self._known, left_s)
+                self._clock.wait(self._known, asked_s + patience_s)
         return True
 
     # The broker's thread; for a stepped broker, the caller's.
@@ -550,16 +549,15 @@ class Broker:
         if self._ledger.shares and (known.waiting or suspends or waits):
             until_s = self._clock.now() + POLL_S
         with self._arrived:
-            while (rest_s := self._rests_until_s - self._clock.now()) > 0:
-                self._clock.wait(self._arrived, rest_s)
+            while self._clock.now() < self._rests_until_s:
+                self._clock.wait(self._arrived, self._rests_until_s)
             while not (self._inbox or self._machine.dirty):
                 patient_s = known.held[0][1] + opening.PATIENCE_S if known.held else None
                 soon = until_s, known.recovery.poll_s, patient_s
-                times = [each for each in soon if each is not None]
-                left_s = min(times) - self._clock.now() if times else None
-                if left_s is not None and left_s <= 0:
+                due_s = min((each for each in soon if each is not None), default=None)
+                if due_s is not None and due_s <= self._clock.now():
                     return
-                self._clock.wait(self._arrived, left_s)
+                self._clock.wait(self._arrived, due_s)
 
     def _take_arrived(self) -> None:
         with self._arrived:

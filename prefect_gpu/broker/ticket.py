@@ -138,12 +138,9 @@ class Ticket:
     def wait(self, clock: Clock, until_s: float) -> bool:
         """Wait for a decision until `until_s` (seconds of the clock), and return whether there is one."""
         with self.changed:
-            while not self.decided:
-                left_s = until_s - clock.now()
-                if left_s <= 0:
-                    return False
-                clock.wait(self.changed, left_s)
-            return True
+            while not self.decided and clock.now() < until_s:
+                clock.wait(self.changed, until_s)
+            return self.decided
 
 
 class Withdrawn(Exception):  # noqa: N818  # not an error: the wait was given up

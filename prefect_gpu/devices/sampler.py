@@ -134,11 +134,10 @@ class Sampler:
         """Wait until a reading is due; return `False` once the sampler is stopped."""
         with self._changed:
             while not self._stopping:
-                left_s = self._due_s - self._clock.now()
-                if self._asked or (self._active and left_s <= 0):
+                if self._asked or (self._active and self._due_s <= self._clock.now()):
                     self._asked = False
                     return True
-                self._clock.wait(self._changed, left_s if self._active else None)
+                self._clock.wait(self._changed, self._due_s if self._active else None)
             return False
 
     def _pause_s(self) -> float:

@@ -27,17 +27,17 @@ def test_both_clocks_time_out_and_do_not_go_back(clock: Clock) -> None:
     before_s = clock.now()
     condition = threading.Condition()
     with condition:
-        assert not clock.wait(condition, 0)
+        assert not clock.wait(condition, before_s)
     assert clock.now() >= before_s
 
 
 def test_a_wait_ends_when_the_clock_has_moved_far_enough() -> None:
     clock, condition = FakeClock(), threading.Condition()
-    woken = threading.Event()
+    woken, begun_s = threading.Event(), clock.now()
 
     def waiter() -> None:
         with condition:
-            clock.wait(condition, 1.0)
+            clock.wait(condition, begun_s + 1.0)
         woken.set()
 
     thread = run(waiter)
@@ -49,13 +49,13 @@ def test_a_wait_ends_when_the_clock_has_moved_far_enough() -> None:
     assert woken.is_set()
 
 
-@pytest.mark.parametrize("timeout_s", [None, 5.0])
-def test_a_notification_ends_a_wait(timeout_s: float | None) -> None:
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_notification_ends_a_wait(limited: bool) -> None:
     clock, condition, answers = FakeClock(), threading.Condition(), []
 
     def waiter() -> None:
         with condition:
-            answers.append(clock.wait(condition, timeout_s))
+            answers.append(clock.wait(condition, clock.now() + 5.0 if limited else None))
 
     thread = run(waiter)
     clock.wait_for_waiters()
@@ -63,6 +63,14 @@ def test_a_notification_ends_a_wait(timeout_s: float | None) -> None:
         condition.notify_all()
     end(thread)
     assert answers == [True]
+
+
+def test_a_clock_that_moves_between_a_reading_and_the_wait_delays_nothing() -> None:
+    clock, condition = FakeClock(), threading.Condition()
+    until_s = clock.now() + 1.0
+    clock.advance(1.0)
+    with condition:
+        assert not clock.wait(condition, until_s)
 
 
 def test_a_thread_that_never_waits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

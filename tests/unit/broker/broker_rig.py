@@ -54,9 +54,10 @@ class WatchedClock(FakeClock):
         #: Name of each thread that has begun to wait, and its seconds.
         self.waits: queue.SimpleQueue[tuple[str, float | None]] = queue.SimpleQueue()
 
-    def wait(self, condition: threading.Condition, timeout_s: float | None) -> bool:
-        self.waits.put((threading.current_thread().name, timeout_s))
-        in_time = not self.stopped and super().wait(condition, timeout_s)
+    def wait(self, condition: threading.Condition, until_s: float | None) -> bool:
+        left_s = None if until_s is None else until_s - self.now()
+        self.waits.put((threading.current_thread().name, left_s))
+        in_time = not self.stopped and super().wait(condition, until_s)
         if self.stopped:
             raise SystemExit
         return in_time

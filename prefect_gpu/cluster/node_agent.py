@@ -52,11 +52,11 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.standby_plan import most_by_default
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.scheduling.model import Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import sentence
-from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 

@@ -2,7 +2,7 @@
 
 A warm process imports modules before its tasks are known. A fork source is forked for each task of its kind; a standby
 becomes the process of one task. Of the user's modules, a standby imports only modules that the task's process would import
-anyway, and a source none: each fork imports them itself. `standby_pool` starts the processes, and `scheduling.standbys`
+anyway, and a source none: each fork imports them itself. `standby_pool` starts the processes, and `standby_plan`
 computes their number.
 """
 
@@ -37,7 +37,7 @@ from prefect_gpu.processes.interpreter import environment_with, import_paths
 from prefect_gpu.processes.launch_spec import WarmSpec
 from prefect_gpu.processes.launcher import Handle
 from prefect_gpu.processes.messages import Warmed
-from prefect_gpu.scheduling.standbys import KindDemand
+from prefect_gpu.processes.standby_plan import KindDemand
 
 logger = logging.getLogger(__name__)
 

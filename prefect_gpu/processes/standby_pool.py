@@ -1,7 +1,7 @@
 """The pool of warm processes: starts them, forks them for tasks or gives them to tasks, and ends them.
 
 One pool serves all runners of a Python process. A runner announces each submitted task; the announcement is then the
-task's `Launcher`. `standby_kind` chooses the process for a task, `scheduling.standbys` computes their number.
+task's `Launcher`. `standby_kind` chooses the process for a task, `standby_plan` computes their number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from prefect_gpu.processes.standby_kind import (
     demands_of,
     read_surroundings,
 )
-from prefect_gpu.scheduling.standbys import Machine, StandbyPlan, most_imports, plan_standbys
+from prefect_gpu.processes.standby_plan import Machine, StandbyPlan, most_imports, plan_standbys
 from prefect_gpu.units import GIB
 
 logger = logging.getLogger(__name__)

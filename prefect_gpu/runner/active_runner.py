@@ -51,6 +51,7 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
+from prefect_gpu.processes.standby_plan import most_by_default
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.reports.events import set_aside_event
 from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
@@ -69,7 +70,6 @@ from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
 from prefect_gpu.scheduling.model import Device, Request, Reservation
 from prefect_gpu.scheduling.placement import PlacementStyle
-from prefect_gpu.scheduling.standbys import most_by_default
 from prefect_gpu.settings import read_settings
 
 if TYPE_CHECKING:

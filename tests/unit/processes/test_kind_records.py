@@ -19,7 +19,7 @@ from prefect_gpu.processes.standby_kind import (
     choose_standby,
     demands_of,
 )
-from prefect_gpu.scheduling.standbys import KindDemand
+from prefect_gpu.processes.standby_plan import KindDemand
 
 KIND = Kind(("ours",), ("users",), (), False, 1, 100)
 OTHER = replace(KIND, users=("others",))

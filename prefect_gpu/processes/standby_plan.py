@@ -3,7 +3,7 @@
 Pure. A warm process saves tasks the seconds of their imports, and costs host memory and, while it imports, a core. Of a
 kind that is forked there is one. Of another there is a standby for each submitted task without a process, and one for the
 next task, which is likely of the kind of the last.
-`processes.standby_pool` starts and ends the processes.
+`standby_pool` starts and ends the processes.
 """
 
 from __future__ import annotations

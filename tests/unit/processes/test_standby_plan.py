@@ -1,4 +1,4 @@
-"""`prefect_gpu.scheduling.standbys`: how many wait, of which kind."""
+"""`prefect_gpu.processes.standby_plan`: how many wait, of which kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.scheduling.standbys import (
+from prefect_gpu.processes.standby_plan import (
     KindDemand,
     Machine,
     StandbyPlan,

@@ -383,7 +383,8 @@ def gpu(
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
         learn_by: Names of parameters; each combination of their values has a history of its own. Values are numbers,
-            text, booleans, `None`, enums, paths, and tuples or lists of these.
+            text, booleans, `None`, enums, paths, and tuples or lists of these. For a new number, the budget is estimated
+            from other values.
         node: On a cluster: only the nodes of these names.
         **unknown: Refused with a `PolicyError` that suggests a known argument.
 

@@ -287,12 +287,12 @@ class Broker:
             self._put(events.Submitted(ticket, histories or {}, as_of))
         return ticket
 
-    def kept(self, sequence: int, over: bool, learned: tuple[HistoryKey, int] | None) -> None:
+    def kept(self, sequence: int, over: bool, shown: Mapping[HistoryKey, int | None]) -> None:
         """Note that the run of a task run's last process was kept; see `events.Kept`."""
         with self._arrived:
             self.runs_kept += 1
             number = self.runs_kept
-        self._put(events.Kept(sequence, over, learned, number))
+        self._put(events.Kept(sequence, over, shown, number))
 
     def _start(self, sampling: bool = True) -> None:
         if self._stepped:

@@ -102,8 +102,8 @@ class Kept:
     sequence: int
     #: Whether the task run is no first run any more, as its next process, if there is one, is none.
     over: bool
-    #: The history, and the need in bytes that it shows now; `None`: it shows none.
-    learned: tuple[HistoryKey, int] | None
+    #: Histories that show a need now, and the need in bytes; `None`: it can be estimated. Empty: none.
+    shown: Mapping[HistoryKey, int | None]
     #: Number of this event.
     number: int
 

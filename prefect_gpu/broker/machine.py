@@ -151,17 +151,13 @@ class Machine:
         known = self.known
         if kept.over:
             known.first_runs.pop(kept.sequence, None)
-        if kept.learned is None:
-            return
-        key, need_bytes = kept.learned
-        known.learned[key] = kept.number
-        for ticket in (*known.open.values(), *known.first_runs.values()):
-            if key not in ticket.histories.values():
-                continue
-            if ticket.phase in (Phase.OPEN, Phase.WAITING):
+        known.learned |= dict.fromkeys(kept.shown, kept.number)
+        for ticket in (*known.open.values(), *known.first_runs.values()) if kept.shown else ():
+            shown = {n: kept.shown[key] for n, key in ticket.histories.items() if key in kept.shown}
+            if shown and ticket.phase in (Phase.OPEN, Phase.WAITING):
                 self._refuse(ticket, NeedLearned())
-            else:
-                self._learn(ticket, {key.device_name: need_bytes})
+            elif needs := {name: need for name, need in shown.items() if need is not None}:
+                self._learn(ticket, needs)
 
     def _refuse(self, ticket: Ticket, error: PrefectGPUError | NeedLearned) -> None:
         """Remove a request that is not placed from the queue, and give its ticket the error."""

@@ -15,11 +15,12 @@ import itertools
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID, uuid4
 
 from prefect.client.schemas.actions import ArtifactCreate
@@ -46,6 +47,8 @@ from prefect_gpu.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+
+_Read = TypeVar("_Read")
 
 HISTORY_PREFIX = "gpu-history"
 
@@ -79,6 +82,11 @@ class MemoryHistory:
         with self._lock:
             return self._runs.get(key, ())
 
+    def siblings(self, key: HistoryKey) -> Collection[HistoryKey]:
+        """Return the keys of all histories of a task in a flow; see `HistoryStore.siblings`."""
+        with self._lock:
+            return [other for other in self._runs if other.task == key.task]
+
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store a run; see `HistoryStore.add`."""
         self.put(key, run)
@@ -96,8 +104,8 @@ class MemoryHistory:
 class PrefectHistory:
     """A history store of artifact versions in Prefect's API. Safe to use from several threads.
 
-    A history is read from the API once, under the Prefect settings of the store's creation, so later runs of other
-    processes are not seen. The publisher writes the runs of this process.
+    A history, or the list of a task's histories, is read from the API once, under the Prefect settings of the store's
+    creation, so later runs of other processes are not seen. The publisher writes the runs of this process.
     """
 
     def __init__(
@@ -118,6 +126,8 @@ class PrefectHistory:
         self._reading: dict[HistoryKey, threading.Lock] = {}
         #: Histories already read from the API.
         self._is_read: set[HistoryKey] = set()
+        #: By the start of their artifacts' keys: the keys of histories that were in the API at the first reading.
+        self._listed: dict[str, list[HistoryKey]] = {}
         self._away_until_s = -math.inf
         self._away_because = ""
 
@@ -132,12 +142,22 @@ class PrefectHistory:
         with reading:
             if key not in self._is_read:
                 try:
-                    self._known.put(key, older=self._read(key))
+                    read = partial(_read_runs, history_artifact_key(key))
+                    self._known.put(key, older=self._read(read))
                     self._is_read.add(key)
                 except OSError:
                     if not self._known.runs(key):
                         raise
         return self._known.runs(key)
+
+    def siblings(self, key: HistoryKey) -> Collection[HistoryKey]:
+        """Return the keys of all histories of a task in a flow; see `HistoryStore.siblings`."""
+        front = _key_front(key)
+        listed = self._listed.get(front)
+        if listed is None:
+            read = self._read(lambda client: [each for _, each in _read_keys(client, front)])
+            listed = self._listed[front] = read
+        return {*self._known.siblings(key), *(each for each in listed if each.task == key.task)}
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store a run in memory, and let the publisher write it; see `HistoryStore.add`."""
@@ -146,12 +166,12 @@ class PrefectHistory:
             lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
         )
 
-    def _read(self, key: HistoryKey) -> Sequence[PastRun]:
+    def _read(self, read: Callable[[SyncPrefectClient], _Read]) -> _Read:
         with self._lock:
             if self._clock.now() < self._away_until_s:
                 raise OSError(self._away_because)
         try:
-            return self._ask(key)
+            return self._ask(read)
         except Exception as error:
             # Process boundary: any fault of the API or of the network.
             text = first_line(error)
@@ -160,12 +180,12 @@ class PrefectHistory:
                 self._away_because = text
             raise OSError(text) from error
 
-    def _ask(self, key: HistoryKey) -> Sequence[PastRun]:
+    def _ask(self, read: Callable[[SyncPrefectClient], _Read]) -> _Read:
         with bounded_settings(self._settings, READ_TIMEOUT_S):
             for left in reversed(range(READ_TRIES)):
                 try:
                     with self._lend() as client:
-                        return _read_runs(history_artifact_key(key), client)
+                        return read(client)
                 except Exception as error:
                     if not left or not may_pass(error):
                         raise
@@ -177,9 +197,13 @@ def history_artifact_key(key: HistoryKey) -> str:
     """Return the artifact key of a history: `gpu-history-<task-slug>-<digest>`."""
     parts = key.flow_name, key.task_name, key.qualified_name, key.device_name, key.learn_by
     text = json.dumps(parts)
-    digest = hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
+    return _key_front(key) + hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
+
+
+def _key_front(key: HistoryKey) -> str:
+    """Return the start of the artifact keys of all histories of tasks with this name."""
     front = artifact_key(HISTORY_PREFIX, key.task_name)
-    return f"{front[: KEY_LIMIT - DIGEST_CHARS - 1].rstrip('-')}-{digest}"
+    return f"{front[: KEY_LIMIT - DIGEST_CHARS - 1].rstrip('-')}-"
 
 
 def publish_run(
@@ -218,21 +242,11 @@ def read_histories(
 ) -> list[KeptHistory]:
     """Return the readable histories in the API with a wanted key, ordered by task name. Errors of the client are raised."""
     found: list[KeptHistory] = []
-    asked = {"artifacts": {"key": {"like_": f"{HISTORY_PREFIX}-"}}}
-    for artifact in read_pages(client, "artifacts/latest", asked, timeout=READ_TIMEOUT_S):
-        # The filter matches the text anywhere in a key.
-        if not artifact["key"].startswith(f"{HISTORY_PREFIX}-"):
-            continue
-        texts = artifact["metadata_"] or {}
-        try:
-            _read_texts(texts)
-            key = HistoryKey.from_texts(texts)
-        except ValueError:
-            continue
+    for name, key in _read_keys(client, f"{HISTORY_PREFIX}-"):
         if wanted(key):
-            runs = _read_runs(artifact["key"], client)
+            runs = _read_runs(name, client)
             if runs:
-                found.append(KeptHistory(artifact["key"], key, tuple(runs)))
+                found.append(KeptHistory(name, key, tuple(runs)))
     found.sort(key=lambda kept: (kept.key.task_name, kept.key.flow_name or "", kept.artifact_key))
     return found
 
@@ -255,6 +269,22 @@ def delete_history(key: str, client: SyncPrefectClient) -> int:
                 deleted += 1
         if len(page) < publish.PAGE:
             return deleted
+
+
+def _read_keys(client: SyncPrefectClient, front: str) -> Iterator[tuple[str, HistoryKey]]:
+    """Yield the artifact key and the key of each readable history in the API whose artifact key starts with `front`."""
+    asked = {"artifacts": {"key": {"like_": front}}}
+    for artifact in read_pages(client, "artifacts/latest", asked, timeout=READ_TIMEOUT_S):
+        # The filter matches the text anywhere in a key.
+        if not artifact["key"].startswith(front):
+            continue
+        texts = artifact["metadata_"] or {}
+        try:
+            _read_texts(texts)
+            key = HistoryKey.from_texts(texts)
+        except ValueError:
+            continue
+        yield artifact["key"], key
 
 
 def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:

@@ -67,6 +67,7 @@ _SOURCE_WORDS: dict[Source, str] = {
 _BUDGET_WORDS: dict[BudgetSource, str] = {
     "tag": "from its tag",
     "learned": "learned from earlier runs",
+    "estimated": "estimated from",
     "probe": "a probe: a first run may take what its device has free",
 }
 
@@ -133,6 +134,11 @@ def _headline(report: TaskReport) -> str:
     return f"{head}: it {verb} {peak} of its {budget} budget{several} ({share})."
 
 
+def _budget_words(report: TaskReport) -> str:
+    values = escape(report.estimated_from or "", 200)
+    return f"{_BUDGET_WORDS[report.budget_source]} {values}".rstrip()
+
+
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     """Return the rows of a report's table, names and values. Rows without a value are left out."""
     several = len(report.devices) > 1
@@ -150,7 +156,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ("Shared with", escape(", ".join(report.shared_with), 500)),
         (
             "Budget",
-            _size(report.budget_bytes, f"{smallest}, {_BUDGET_WORDS[report.budget_source]}"),
+            _size(report.budget_bytes, f"{smallest}, {_budget_words(report)}"),
         ),
         ("Cap", _size(report.cap_bytes, f"{each}, what a framework could allocate", bold="")),
         (

@@ -60,7 +60,7 @@ OUTCOMES: Mapping[str, OutcomeWords] = {
 }
 OUTCOME_WORDS: Mapping[str, str] = {name: row.words for name, row in OUTCOMES.items()}
 
-BudgetSource = Literal["tag", "learned", "probe"]
+BudgetSource = Literal["tag", "learned", "estimated", "probe"]
 Source = Literal["nvml", "framework", "host", "simulated"]
 
 
@@ -167,6 +167,8 @@ class TaskReport(Verdict):
     device_peaks_bytes: tuple[int, ...] = ()
     #: The `gpu:learn_by` values in words (`batch_size=32`). Empty: the task has no such tag.
     learn_by: str = ""
+    #: Other values from which the budget was estimated: `batch_size 16, 32`. `None`: it was not.
+    estimated_from: str | None = None
     #: Results that the body reported with `report_metric`, by name.
     metrics: tuple[tuple[str, float], ...] = ()
     #: Bytes of the allocation that failed when memory ran out. `None`: no out-of-memory, or not known.
@@ -323,6 +325,7 @@ FIGURES = (
     Figure("flow_name", TEXT, optional=True),
     Figure("learn_by", TEXT, "history_key"),
     Figure("learn_by_words", TEXT, "learn_by"),
+    Figure("estimated_from", TEXT, optional=True),
     Figure("priority", NUMBER),
     Figure("exclusive", FLAG),
     Figure("device_total_bytes", SIZES, lambda report: [d.total_bytes for d in report.devices]),

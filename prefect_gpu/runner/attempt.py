@@ -240,7 +240,7 @@ class Attempt:
         self._run.show_placed(
             placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
         )
-        self._run.emit(placed_event(placement, self._source, self._number, queued_s))
+        self._run.emit(placed_event(placement, self._source(), self._number, queued_s))
         # A process alone on its device, without stated memory, has no budget to keep to.
         alone = any(reservation.exclusive for reservation in placement.reservations)
         self._record = ProcessRecord(
@@ -280,10 +280,16 @@ class Attempt:
     def _end_for_others(self, device: Device) -> None:
         self._inbox.put(process_run.EndedForOthers(device.label))
 
-    @property
     def _source(self) -> BudgetSource:
-        """Source of the budget. A task whose need is known on one device model may probe on another."""
-        return "probe" if self.shares else self._grant.source
+        """Return the source of the budget. A task whose need is known on one device model may probe on another."""
+        if self.shares:
+            return "probe"
+        return "estimated" if self._estimated_from() else self._grant.source
+
+    def _estimated_from(self) -> str | None:
+        assert self._ticket is not None and self._ticket.placement is not None
+        model = self._ticket.placement.devices[0].name
+        return None if self.shares else self._grant.estimated_from.get(model)
 
     def _prepare(
         self, ticket: Ticket, placement: Placement, record: ProcessRecord, memory: ProcessMemory
@@ -486,7 +492,8 @@ class Attempt:
                     self._call,
                     self._broker.kind,
                     self._number,
-                    self._source,
+                    self._source(),
+                    self._estimated_from(),
                     tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
                     self._verdict,
                     self._leaked_bytes,

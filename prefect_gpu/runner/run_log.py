@@ -66,6 +66,8 @@ def placed_line(
         why = "after an out-of-memory"
     elif grant.source == "tag":
         why = "from its tag gpu:memory"
+    elif (values := grant.estimated_from.get(placement.devices[0].name)) and not shares:
+        why = f"estimated from runs with {values}"
     elif (runs := grant.learned_runs.get(placement.devices[0].name)) and not shares:
         where = "outside a flow" if identity.flow_name is None else "in this flow"
         equal = "equal gpu:learn_by values" if identity.learn_by else ""

@@ -37,6 +37,7 @@ from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
+from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import OomHistory
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
@@ -233,12 +234,12 @@ class BodyRun:
 
     def _take_report(self, over: bool, report: TaskReport | None) -> None:
         """Keep a process's report (`None`: there was no process), and pass it on. `over` is as in `Broker.kept`."""
-        learned = None
+        shown: Mapping[HistoryKey, int | None] = {}
         try:
             if report is not None:
-                learned = self._book.take(self._call.identity, report)
+                shown = self._book.take(self._call.identity, report)
         finally:
-            self._broker.kept(self._call.plan.sequence, over, learned)
+            self._broker.kept(self._call.plan.sequence, over, shown)
             if report is not None:
                 self._report(report)
 

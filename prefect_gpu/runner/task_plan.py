@@ -21,6 +21,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import numbers
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -132,17 +133,19 @@ class TaskPlan:
         Raises:
             PolicyError: `gpu:learn_by` names an unknown parameter, or one whose value is not accepted.
         """
-        digest = words = ""
+        digest = words = lines = ""
         if names := self.policy.learn_by:
             bound = inspect.signature(self.function).bind(*args, **kwargs)
             bound.apply_defaults()
             digest = digest_values(self.function, names, bound.arguments)
             words = describe_values(self.function, names, bound.arguments)
+            lines = describe_lines(self.function, names, bound.arguments)
         return HistoryKey(
             self.task_name,
             _name_of(self.function),
             learn_by=digest,
             learn_by_words=words,
+            learn_by_lines=lines,
             flow_name=flow_name,
         )
 
@@ -296,12 +299,7 @@ def digest_values(
     Raises:
         PolicyError: The function has no such parameter, or the type of an argument is not accepted.
     """
-    given = _select(function, names, arguments)
-    plain = [
-        [name, _plain(name, name, given[name])] if name in given else [name]
-        for name in sorted(set(names))
-    ]
-    return hashlib.sha256(json.dumps(plain).encode("ascii")).hexdigest()[:DIGEST_CHARS]
+    return _digest(_plain_values(function, names, arguments))
 
 
 def describe_values(
@@ -311,6 +309,44 @@ def describe_values(
     given = _select(function, names, arguments)
     words = ", ".join(f"{name}={_words(name, given[name])}" for name in sorted(given))
     return words[:WORDS_LIMIT]
+
+
+def describe_lines(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> str:
+    """Return `HistoryKey.learn_by_lines` of a call: a line for each number that is no secret; empty: there is none."""
+    plain = _plain_values(function, names, arguments)
+    given = _select(function, names, arguments)
+    lines = []
+    for name in plain:
+        number = _number(given.get(name))
+        if number is not None and not is_secret(name):
+            lines.append([name, _digest({**plain, name: ["any number"]}), number])
+    return json.dumps(lines) if lines else ""
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, numbers.Real) and not isinstance(value, (bool, enum.Enum)):
+        # A number of thousands of digits is none.
+        with contextlib.suppress(OverflowError):
+            return float(value) if math.isfinite(value) else None
+    return None
+
+
+def _plain_values(
+    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
+) -> dict[str, list[Any]]:
+    """Return each of some arguments as JSON data, by name in order; empty: an absent key of a `**kwargs`."""
+    given = _select(function, names, arguments)
+    return {
+        name: [_plain(name, name, given[name])] if name in given else []
+        for name in sorted(set(names))
+    }
+
+
+def _digest(plain: Mapping[str, list[Any]]) -> str:
+    text = json.dumps([[name, *value] for name, value in plain.items()])
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:DIGEST_CHARS]
 
 
 def _select(

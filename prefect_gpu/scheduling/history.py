@@ -14,10 +14,12 @@ because the device was empty needs 4.8 GiB to run as fast.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from prefect_gpu.units import MIB
 
@@ -77,6 +79,16 @@ _Kept = TypeVar("_Kept", bound=KeptAsTexts)
 _READ = {"str": str, "int": int, "float": float}
 
 
+class Line(NamedTuple):
+    """Histories of a task that differ in one number of their `gpu:learn_by` values only, and the number in one of them."""
+
+    #: Parameter that has the number.
+    parameter: str
+    #: Digest of all other values.
+    others: str
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class HistoryKey(KeptAsTexts):
     """Key of a history: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
@@ -92,10 +104,26 @@ class HistoryKey(KeptAsTexts):
     learn_by_words: str = field(default="", compare=False)
     #: Flow that submits the task: two programs on one server may have tasks of one name. `None`: outside a flow.
     flow_name: str | None = None
+    #: `lines` as JSON; empty: no value is a number.
+    learn_by_lines: str = field(default="", compare=False)
 
     def on(self, device_name: str) -> HistoryKey:
         """Return this key with another GPU model."""
         return replace(self, device_name=device_name)
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """For each number among the `gpu:learn_by` values: the histories that differ in it only."""
+        # Other programs may write artifacts or edit them.
+        with contextlib.suppress(ValueError, TypeError):
+            found = json.loads(self.learn_by_lines or "[]")
+            return tuple(Line(str(name), str(others), float(x)) for name, others, x in found)
+        return ()
+
+    @property
+    def task(self) -> tuple[str, str, str | None]:
+        """What all histories of one task in one flow have in common."""
+        return self.task_name, self.qualified_name, self.flow_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +176,14 @@ class HistoryStore(Protocol):
         """
         ...
 
+    def siblings(self, key: HistoryKey) -> Collection[HistoryKey]:
+        """Return the keys of all histories of the task of a key in its flow, for any GPU model and values.
+
+        Raises:
+            OSError: The histories cannot be read now.
+        """
+        ...
+
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store one more run, without waiting for the write. A run that cannot be stored is lost with a warning."""
         ...
@@ -183,14 +219,14 @@ def learn(runs: Iterable[PastRun]) -> LearnedBudget | None:
     floor = known_floor_bytes(past)
     growth = _growth(completed) if floor else 1.0
     need = max(_need_bytes(run, context, growth) for run in completed)
-    need_bytes = _round(max(need, floor))
+    need_bytes = round_up(max(need, floor))
     return LearnedBudget(
         _bounded(need_bytes, past),
         context,
         len(completed),
         floor,
         growth,
-        _round(max(_whole_need_bytes(completed), need, floor)),
+        round_up(max(_whole_need_bytes(completed), need, floor)),
         need_bytes,
     )
 
@@ -201,7 +237,8 @@ def _bounded(size_bytes: int, past: Sequence[PastRun]) -> int:
     return min(size_bytes, max(known)[1]) if known else size_bytes
 
 
-def _round(size_bytes: int) -> int:
+def round_up(size_bytes: int) -> int:
+    """Return a size rounded up to a multiple of `ROUND_BYTES`."""
     return -(-size_bytes // ROUND_BYTES) * ROUND_BYTES
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from prefect_gpu import current_allocation, step
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.testing import allocate
+from prefect_gpu.units import GIB
 
 
 def wait_for_file(path: Path) -> None:
@@ -38,6 +39,12 @@ def evaluate(name: str, folder: str, size: str, count: int) -> tuple[bool, int |
     assert allocation is not None
     with allocate(size):
         return meet(Path(folder), name, count), allocation.cap_bytes
+
+
+def hold_batch(batch: int) -> None:
+    """Hold half a gibibyte for each element of a batch."""
+    with allocate(batch * GIB // 2):
+        time.sleep(0.4)
 
 
 def grow(name: str, folder: str, sizes: list[str]) -> int:

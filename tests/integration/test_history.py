@@ -143,6 +143,24 @@ def test_a_history_teaches_the_same_from_the_api_as_from_memory(key: HistoryKey)
     assert lesson.floor_bytes == 6 * GIB
 
 
+def test_the_histories_of_a_task_are_listed_with_their_numbers(
+    key: HistoryKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(key, learn_by="1", learn_by_lines='[["batch", "0", 16.0]]')
+    other = replace(key, learn_by="2", learn_by_lines='[["batch", "0", 32.0]]').on("NVIDIA L4")
+    with opened() as store:
+        for each in (one, other, replace(one, flow_name="nightly"), replace(one, task_name="é")):
+            store.add(each, RUN)
+    monkeypatch.setattr(publish, "PAGE", 2)
+    with opened() as store:
+        third = replace(key, learn_by="3")
+        store.add(third, RUN)
+        found = set(store.siblings(key))
+        assert found == {one, other, third}
+        assert {each.lines for each in found} == {(), *(each.lines for each in (one, other))}
+        assert set(store.siblings(replace(key, qualified_name="train"))) == set()
+
+
 def test_an_api_that_is_away_costs_one_error_and_counted_runs(
     key: HistoryKey, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +170,8 @@ def test_an_api_that_is_away_costs_one_error_and_counted_runs(
     # The settings that held where the store was made are those of the flow.
     with pytest.raises(OSError, match="ConnectError"):
         store.runs(key)
+    with pytest.raises(OSError, match="ConnectError"):
+        store.siblings(key)
     store.add(key, RUN)
     assert list(store.runs(key)) == [RUN]
     api.until(lambda: bool(publisher._last_error))

@@ -168,3 +168,27 @@ def test_what_is_learned_is_the_same_as_alone() -> None:
         flow(task_runner=runner())(measure)()
     assert budgets[False] == pytest.approx(budgets[True], rel=0.1)
     assert all(0 < budget < 4 * GIB for budget in budgets[False])
+
+
+def test_new_values_of_a_sweep_have_a_budget_from_others() -> None:
+    sweep, futures = task(bodies.hold_batch, tags=gpu(learn_by="batch")), list[Any]()
+
+    def sweeps() -> None:
+        for batches in ([1, 2], [3, 4, 6]):
+            these = [sweep.submit(batch) for batch in batches]
+            for future in these:
+                future.result()
+            futures.extend(these)
+
+    state = flow(task_runner=runner())(sweeps)(return_state=True)
+    found = [api.reports(future.task_run_id, 1)[0] for future in futures]
+    assert [report["budget_source"] for report in found] == ["probe"] * 2 + ["estimated"] * 3
+    assert found[-1]["estimated_from"] == "batch 1, 2"
+    # 1.3 times the memory that the body takes, and the context.
+    budgets = [int(report["budget_bytes"]) for report in found[2:]]
+    assert budgets == pytest.approx([(n * 0.65 + 0.5) * GIB for n in (3, 4, 6)], rel=0.02)
+    (page,) = api.artifacts(task_run_id=futures[-1].task_run_id, count=1)
+    assert "estimated from batch 1, 2" in str(page.data)
+    assert state.state_details.flow_run_id is not None
+    last = "Placed on device 0 with a budget of 4.4GiB (estimated from runs with batch 1, 2)"
+    api.logs(state.state_details.flow_run_id, [last])

@@ -137,7 +137,7 @@ class Rig:
     def learn(self, ticket: Ticket, need: float, model: str | None = None) -> None:
         """Have another run of a ticket's task show how many GiB it needs."""
         key = HistoryKey(ticket.request.task_name, "body", model or ticket.devices[0].name)
-        self.broker_of(ticket).kept(next_sequence(), True, (key, int(need * GIB)))
+        self.broker_of(ticket).kept(next_sequence(), True, {key: int(need * GIB)})
 
     def exit(self, ticket: Ticket) -> None:
         """End the process of a request; its memory is free."""

@@ -185,10 +185,9 @@ def end(rig: Rig, ticket: Ticket, need: float | None = None, over: bool = True) 
     """End the process of a first run, which shows its need, or nothing."""
     rig.exit(ticket)
     rig.broker.look()
-    learned = None
-    if need is not None:
-        learned = ticket.histories[ticket.devices[0].name], int(need * 2**30)
-    rig.broker.kept(ticket.request.sequence, over, learned)
+    key = ticket.histories[ticket.devices[0].name]
+    shown = {} if need is None else {key: int(need * 2**30)}
+    rig.broker.kept(ticket.request.sequence, over, shown)
     rig.broker.look()
 
 
@@ -201,7 +200,7 @@ def test_others_wait_until_what_a_first_run_has_shown_is_kept() -> None:
     rig.exit(first)
     assert placed(rig, second) == [False], "it is not kept yet"
     end(rig, other) if other.pid else rig.broker.end(other)
-    rig.broker.kept(first.request.sequence, True, None)
+    rig.broker.kept(first.request.sequence, True, {})
     assert placed(rig, second) == [True], "the first one has shown nothing"
 
 
@@ -222,10 +221,24 @@ def test_one_in_the_queue_asks_again_too(rig: Rig) -> None:
     busy = rig.place("busy", 20)
     waiting = first_run(rig)
     assert placed(rig, waiting) == [False] and waiting.phase is Phase.WAITING
-    rig.broker.kept(7, True, (next(iter(waiting.histories.values())), 2**30))
+    rig.broker.kept(7, True, {next(iter(waiting.histories.values())): 2**30})
     rig.broker.look()
     assert isinstance(waiting.error, NeedLearned)
     assert waiting.phase is Phase.GONE and len(rig.reservations()) == 1 and busy.placement
+
+
+def test_one_that_can_be_estimated_from_another_asks_again_and_one_that_runs_goes_on(
+    rig: Rig,
+) -> None:
+    running, waiting = first_run(rig, "b", probe_fraction=1.0), first_run(rig, "a")
+    assert placed(rig, running, waiting) == [True, False]
+    rig.start(running, 4)
+    before = rig.reservations()
+    keys = [next(iter(ticket.histories.values())) for ticket in (running, waiting)]
+    rig.broker.kept(7, True, dict.fromkeys(keys))
+    rig.broker.look()
+    assert isinstance(waiting.error, NeedLearned)
+    assert running.phase is Phase.RUNNING and rig.reservations() == before
 
 
 def test_one_that_shares_its_device_holds_up_others_in_the_queue_and_after_its_end_only(
@@ -240,11 +253,11 @@ def test_one_that_shares_its_device_holds_up_others_in_the_queue_and_after_its_e
     assert placed(rig, third, fourth) == [False, False]
     assert [third.phase, fourth.phase] == [Phase.WAITING, Phase.OPEN]
     rig.broker.withdraw(third)
-    rig.broker.kept(third.request.sequence, True, None)
+    rig.broker.kept(third.request.sequence, True, {})
     rig.broker.look()
     assert fourth.phase is Phase.WAITING
     rig.broker.withdraw(fourth)
-    rig.broker.kept(fourth.request.sequence, True, None)
+    rig.broker.kept(fourth.request.sequence, True, {})
     # The flow may have the value, and submit the next one, before the process has ended.
     rig.broker.returned(first)
     fifth = first_run(rig, probe_fraction=1.0)
@@ -253,7 +266,7 @@ def test_one_that_shares_its_device_holds_up_others_in_the_queue_and_after_its_e
     rig.exit(first)
     rig.broker.look()
     assert fifth.phase is Phase.OPEN
-    rig.broker.kept(first.request.sequence, True, None)
+    rig.broker.kept(first.request.sequence, True, {})
     assert placed(rig, fifth) == [True]
     # A process may also end without a value.
     rig.exit(second)
@@ -461,7 +474,7 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
             rig.broker.places.leave(places.pop(which % len(places)))
         elif step == "withdraw" and asked:
             if rig.broker.withdraw(asked[which % len(asked)]):
-                rig.broker.kept(asked[which % len(asked)].request.sequence, True, None)
+                rig.broker.kept(asked[which % len(asked)].request.sequence, True, {})
         elif step == "return" and running():
             rig.broker.returned(running()[which % len(running())])
         elif step == "end" and running():
@@ -470,8 +483,8 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
             ended.append(ticket)
         elif step in ("keep", "learn") and ended:
             ticket = ended[which % len(ended)]
-            learned = ticket.histories[ticket.devices[0].name], 2**30
-            rig.broker.kept(ticket.request.sequence, True, learned if step == "learn" else None)
+            key = ticket.histories[ticket.devices[0].name]
+            rig.broker.kept(ticket.request.sequence, True, {key: 2**30} if step == "learn" else {})
         look()
     for sequence in places:
         rig.broker.places.leave(sequence)
@@ -482,7 +495,7 @@ def test_no_history_has_two_first_runs_with_devices_of_their_own_and_all_are_dec
             ended.append(ticket)
         for ticket in asked:
             if ticket.decided:
-                rig.broker.kept(ticket.request.sequence, True, None)
+                rig.broker.kept(ticket.request.sequence, True, {})
         look()
     assert all(ticket.decided for ticket in asked)
     known = rig.machines[0].known

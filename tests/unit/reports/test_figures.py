@@ -113,7 +113,7 @@ def processes(draw: st.DrawFn, devices: list[Device], **given_fields: Any) -> Ta
         budgets_bytes=tuple(budgets),
         budget_bytes=min(budgets),
         device_peaks_bytes=tuple(peaks),
-        budget_source=draw(st.sampled_from(["tag", "learned", "probe"])),
+        budget_source=draw(st.sampled_from(["tag", "learned", "estimated", "probe"])),
         cap_bytes=draw(st.none() | st.just(min(budgets))),
         peak_process_bytes=sum(peaks),
         peak_live_bytes=live,

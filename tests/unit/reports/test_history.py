@@ -155,6 +155,14 @@ def test_only_the_last_runs_are_kept(store: HistoryStore) -> None:
     assert list(store.runs(KEY)) == [run(n) for n in reversed(range(5, KEPT_RUNS + 5))]
 
 
+def test_the_keys_of_a_tasks_histories_are_its_siblings() -> None:
+    store = MemoryHistory()
+    alike = [KEY, KEY.on("NVIDIA L4"), replace(KEY, learn_by="1")]
+    for key in (*alike, OTHER, replace(KEY, flow_name=None), replace(KEY, qualified_name="f")):
+        store.add(key, run())
+    assert set(store.siblings(replace(KEY, learn_by="2"))) == set(alike)
+
+
 def test_equal_runs_of_different_processes_are_both_kept(store: HistoryStore) -> None:
     store.add(KEY, run())
     store.add(KEY, run())

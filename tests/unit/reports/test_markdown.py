@@ -110,6 +110,10 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        (
+            {"budget_source": "estimated", "estimated_from": "batch_size 16, 32"},
+            "| Budget | **6GiB**, estimated from batch_size 16, 32 |",
+        ),
         ({}, "**Completed in 41.2s: it needed 5.5GiB of its 6GiB budget (92%).**"),
         ({"outcome": "oom"}, "**Ran out of memory after 41.2s: it had taken 5.5GiB of its 6GiB"),
         (

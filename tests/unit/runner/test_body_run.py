@@ -146,7 +146,7 @@ class Scene:
         self.closed = threading.Semaphore(0)
         self.reports: list[TaskReport] = []
         self.history = MemoryHistory()
-        #: What the broker was told after each process: whether the task run is no first run any more, and what was learned.
+        #: What the broker was told after each process: whether the task run is no first run any more, and what is shown.
         self.kept: list[tuple[bool, Any]] = []
         self.book = BudgetBook(MemoryHistory(), self.history)
         left = list(ends)
@@ -160,7 +160,7 @@ class Scene:
             kind="nvml",
             capacities=lambda names, nodes=(): {device(): CAPACITY},
             runs_kept=0,
-            kept=lambda sequence, over, learned: self.kept.append((over, learned)),
+            kept=lambda sequence, over, shown: self.kept.append((over, shown)),
             new_attempt=new_attempt,
         )
         policy = GPUPolicy(**{"memory": 2 * GIB, "allocation": "limit", **asks})
@@ -370,8 +370,8 @@ def test_a_task_run_is_the_first_run_until_its_report_is_in() -> None:
     scene.call.run()
     assert scene.kept == []
     scene.attempts[0].hand_on()
-    ((over, learned),) = scene.kept
-    assert over and learned[0] == WHO.on(device().name)
+    ((over, shown),) = scene.kept
+    assert over and list(shown) == [WHO.on(device().name)]
 
 
 def test_a_first_run_that_shared_its_device_is_over_with_its_process() -> None:
@@ -390,7 +390,7 @@ def test_a_first_run_that_is_lost_is_the_first_run_again() -> None:
     assert scene.kept == []
     scene.attempts[0].hand_on()
     thread.join(DEADLOCK_S)
-    assert scene.kept == [(False, None)]
+    assert scene.kept == [(False, {})]
     scene.attempts[1].hand_on()
     assert [over for over, _ in scene.kept] == [False, True]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
@@ -11,10 +12,11 @@ import pytest
 
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
-from prefect_gpu.runner.budgets import BudgetBook, Grant
+from prefect_gpu.runner.budgets import MOST_VALUES, BudgetBook, Grant
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.units import GIB, MIB
+from tests.cases import cases
 from tests.fakes.reports import device, task_report
 
 WHO = HistoryKey("evaluate", "evaluate")
@@ -71,11 +73,11 @@ def test_a_task_without_a_history_probes_until_a_run_has_shown_its_need(books: B
     probe = books.grant(book)
     assert (probe.memory, probe.source, probe.probe_fraction) == (None, "probe", 1.0)
     assert probe.histories == {MODEL: WHO.on(MODEL)}
-    assert book.take(WHO, task_report(outcome="failed")) is None
+    assert book.take(WHO, task_report(outcome="failed")) == {}
     assert books.grant(book) == probe, "it has shown nothing"
     learned = book.take(WHO, task_report(outcome="completed", budget_bytes=139 * GIB))
     lesson = learn(books.recent.runs(WHO.on(MODEL)))
-    assert lesson is not None and learned == (WHO.on(MODEL), lesson.budget_bytes)
+    assert lesson is not None and learned == {WHO.on(MODEL): lesson.budget_bytes}
     granted = books.grant(book)
     assert (granted.memory, granted.source) == (lesson.budget_bytes, "learned")
     assert granted.contexts == {MODEL: lesson.context_bytes}
@@ -177,3 +179,134 @@ def test_a_floor_is_remembered_when_the_run_that_showed_it_is_forgotten(books: B
     assert all(r.outcome == "completed" for r in kept)
     lesson = learn(kept)
     assert lesson and lesson.floor_bytes == 6 * GIB
+
+
+def sized(value: float, **changes: Any) -> HistoryKey:
+    """The identity of a call whose `batch` is a number."""
+    line = ["batch", "0" * 12, value]
+    known: dict[str, Any] = {"learn_by": f"batch-{value:g}", "learn_by_lines": json.dumps([line])}
+    return HistoryKey("evaluate", "evaluate", **{**known, **changes})
+
+
+def test_a_new_value_has_an_estimated_budget(books: Books) -> None:
+    for value, live in ((16, 2), (32, 3)):
+        books.store.add(sized(value).on(MODEL), run(live * GIB))
+    granted = books.grant(identity=sized(64))
+    lesson = learn([run(5 * GIB)])
+    assert lesson is not None and granted.memory == pytest.approx(lesson.need_bytes, abs=4 * MIB)
+    assert granted.estimated_from == {MODEL: "batch 16, 32"} and granted.source == "learned"
+    assert not granted.histories and granted.probe_fraction == 0.0, "it is no first run"
+    assert granted.whole_bytes == {MODEL: granted.memory} and granted.learned_runs == {MODEL: 0}
+    # What it shows itself counts from then on.
+    books.store.add(sized(64).on(MODEL), run(4 * GIB))
+    again, known = books.grant(identity=sized(64)), learn([run(4 * GIB)])
+    assert known is not None and again.memory == known.need_bytes
+    assert again.estimated_from == {} and again.learned_runs == {MODEL: 1}
+
+
+@cases(
+    "others",
+    {
+        "one value": [sized(16)],
+        "another task": [sized(16), replace(sized(32), task_name="train")],
+        "another flow": [sized(16), replace(sized(32), flow_name="nightly")],
+        "another of its other values": [
+            sized(16),
+            sized(32, learn_by_lines=json.dumps([["batch", "1" * 12, 32]])),
+        ],
+        "another parameter": [
+            sized(16),
+            sized(32, learn_by_lines='[["width", "000000000000", 32]]'),
+        ],
+        "no number": [sized(16), sized(32, learn_by_lines="")],
+        "what another program has written": [sized(16), sized(32, learn_by_lines="[[1], {")],
+    },
+)
+def test_too_little_is_known_for_an_estimate(books: Books, others: list[HistoryKey]) -> None:
+    for other in others:
+        books.store.add(other.on(MODEL), run())
+    granted = books.grant(identity=sized(64))
+    assert granted.source == "probe" and granted.histories == {MODEL: sized(64).on(MODEL)}
+
+
+def test_runs_that_showed_nothing_are_no_values(books: Books) -> None:
+    books.store.add(sized(16).on(MODEL), run())
+    books.store.add(sized(32).on(MODEL), run(outcome="failed"))
+    assert books.grant(identity=sized(64)).source == "probe"
+
+
+def test_runs_on_another_model_count_where_too_few_are_of_its_own(books: Books) -> None:
+    for value, live in ((16, 2), (32, 3)):
+        books.store.add(sized(value).on("A"), run(live * GIB))
+    books.store.add(sized(16).on("B"), run(8 * GIB))
+    both = books.grant(identity=sized(64), models=BOTH)
+    assert both.estimated_from == dict.fromkeys("AB", "batch 16, 32")
+    assert isinstance(both.memory, ModelBudgets)
+    of_a, of_b = (dict(both.memory.by_model)[name] for name in "AB")
+    lesson = learn([run(5 * GIB)])
+    assert lesson is not None and of_a == pytest.approx(lesson.need_bytes, abs=4 * MIB)
+    # On B the smaller value needs more than the larger one on A.
+    assert of_b < of_a
+
+
+def test_an_estimate_is_not_below_what_was_too_little_for_its_own_values(books: Books) -> None:
+    for value in (16, 32):
+        books.store.add(sized(value).on(MODEL), run(GIB))
+    short = run(outcome="oom", cause="own_cap", budget_bytes=4 * GIB, cap_bytes=3 * GIB)
+    books.store.add(sized(64).on(MODEL), short)
+    assert books.grant(identity=sized(64)).memory == 6 * GIB
+
+
+def test_an_estimate_above_any_device_is_a_device_to_itself(books: Books) -> None:
+    for value in (16, 32):
+        books.store.add(sized(value).on(MODEL), run(value * GIB))
+    granted = books.grant(identity=sized(256))
+    assert (granted.memory, granted.source, granted.probe_fraction) == (None, "learned", 0.0)
+
+
+def test_those_that_can_be_estimated_now_are_told(books: Books) -> None:
+    book, other = books.book(), replace(sized(64), task_name="train")
+    for identity in (sized(16), sized(64), sized(128), sized(1024), other):
+        assert books.grant(book, identity).source == "probe"
+
+    def completes(identity: HistoryKey) -> set[HistoryKey]:
+        report = task_report(outcome="completed", budget_bytes=139 * GIB)
+        shown = book.take(identity, report)
+        assert shown.pop(identity.on(MODEL))
+        assert set(shown.values()) <= {None}
+        return set(shown)
+
+    assert completes(sized(16)) == set()
+    # 1024 is too far off.
+    assert completes(sized(32)) == {sized(64).on(MODEL), sized(128).on(MODEL)}
+    assert completes(sized(8)) == set(), "each is told once"
+    assert books.grant(book, sized(64)).estimated_from == {MODEL: "batch 8, 16, 32"}
+    assert completes(sized(512)) == {sized(1024).on(MODEL)}
+
+
+def test_only_the_nearest_values_are_read(books: Books) -> None:
+    asked: list[HistoryKey] = []
+
+    class Watched(MemoryHistory):
+        def runs(self, key: HistoryKey) -> Any:
+            asked.append(key)
+            return super().runs(key)
+
+    store = Watched()
+    for value in range(1, 100):
+        store.add(sized(value).on(MODEL), run(value * GIB // 10))
+    granted = books.grant(books.book(store), sized(50.5))
+    assert granted.estimated_from == {MODEL: "batch 49, 50, 51, 52, 53"}
+    assert len(asked) == 1 + MOST_VALUES
+
+
+def test_a_list_of_histories_that_cannot_be_read_is_logged_once(
+    books: Books, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unlisted(MemoryHistory):
+        def siblings(self, key: Any) -> Any:
+            raise OSError("no route to host")
+
+    book = books.book(Unlisted())
+    assert books.grant(book, sized(1)).source == books.grant(book, sized(2)).source == "probe"
+    assert caplog.text.count("no route to host") == 1

@@ -18,7 +18,13 @@ from pydantic import BaseModel, SecretStr
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.reports.history import history_artifact_key
 from prefect_gpu.runner import task_plan
-from prefect_gpu.runner.task_plan import ACCEPTED, DEPTH_LIMIT, describe_values, digest_values
+from prefect_gpu.runner.task_plan import (
+    ACCEPTED,
+    DEPTH_LIMIT,
+    describe_lines,
+    describe_values,
+    digest_values,
+)
 from prefect_gpu.scheduling.history import HistoryKey
 from tests.cases import cases
 
@@ -255,3 +261,55 @@ def test_words_for_values_are_short_and_begin_no_other_history() -> None:
     said = HistoryKey("t", "t", "H200", "ab", "model=b16")
     unsaid = HistoryKey("t", "t", "H200", "ab")
     assert said == unsaid and history_artifact_key(said) == history_artifact_key(unsaid)
+
+
+def lines(names: list[str], **arguments: Any) -> dict[str, Any]:
+    """The lines of a call: others' digest and value by parameter."""
+    text = describe_lines(
+        evaluate, names, {"batch_size": 8, "model": "b16", "more": {}, **arguments}
+    )
+    found = HistoryKey("t", "t", learn_by_lines=text).lines
+    return {line.parameter: (line.others, line.value) for line in found}
+
+
+def test_each_number_has_a_line_with_the_calls_that_differ_in_it_only() -> None:
+    names = ["batch_size", "model", "width"]
+    one = lines(names, batch_size=8, more={"width": 0.5})
+    assert {name: value for name, (_, value) in one.items()} == {"batch_size": 8.0, "width": 0.5}
+    larger = lines(names, batch_size=16, more={"width": 0.5})
+    assert larger["batch_size"] == (one["batch_size"][0], 16.0)
+    assert larger["width"][0] != one["width"][0]
+    other = lines(names, model="l16", more={"width": 0.5})
+    assert other["batch_size"][0] != one["batch_size"][0]
+    assert lines(names)["batch_size"][0] != one["batch_size"][0], "it has no width"
+    # All that is not named may differ.
+    assert lines(["batch_size"], model="l16") == lines(["batch_size"])
+
+
+@cases(
+    "value, number",
+    {
+        "a whole number": (8, 8.0),
+        "a number of NumPy's": (np.int64(8), 8.0),
+        "a fraction": (0.25, 0.25),
+        "less than zero": (-1, -1.0),
+        "true": (True, None),
+        "an enum of numbers": (enum.IntEnum("Bits", ["FEW"])(1), None),
+        "a text": ("8", None),
+        "a list": ([8], None),
+        "none": (None, None),
+        "not a number": (float("nan"), None),
+        "infinite": (float("inf"), None),
+        "thousands of digits": (10**5000, None),
+    },
+)
+def test_numbers_have_lines(value: Any, number: float | None) -> None:
+    found = lines(["batch_size"], batch_size=value)
+    assert [x for _, x in found.values()] == ([] if number is None else [number])
+
+
+def test_a_secret_number_is_not_written() -> None:
+    assert describe_lines(evaluate, ["api_token"], {"api_token": 1234}) == ""
+    assert "1234" not in describe_lines(
+        evaluate, ["api_token", "batch_size"], {"api_token": 1234, "batch_size": 8}
+    )

@@ -37,9 +37,10 @@ LEARNED = Grant(5 * GIB, "learned", learned_runs={ONE.devices[0].name: 3})
         (TWO, LEARNED, False, 61, "Placed after 1m 01s on gpu-1:0, gpu-1:1 with a budget of 5GiB on each (learned from 3 runs of this task in this flow)"),
         (ONE, replace(LEARNED, learned_runs={"another model": 3}), True, 0, "Placed alone on gpu-1:0 with all that is free, 5GiB (no earlier run has shown what it needs)"),
         (ONE, Grant(None, "probe"), True, 0, "Placed alone on gpu-1:0 with all that is free, 5GiB (no earlier run has shown what it needs)"),
+        (ONE, replace(LEARNED, estimated_from={ONE.devices[0].name: "batch_size 16, 32"}), False, 0, "Placed on gpu-1:0 with a budget of 5GiB (estimated from runs with batch_size 16, 32)"),
         (ONE, Grant(5 * GIB, "tag", after_oom=True), False, 0, "Placed on gpu-1:0 with a budget of 5GiB (after an out-of-memory)"),
     ],
-    ids=["a tag", "learned, on two devices", "learned on another model only", "a probe", "after an out-of-memory"],
+    ids=["a tag", "learned, on two devices", "learned on another model only", "a probe", "estimated", "after an out-of-memory"],
 )  # fmt: skip
 def test_a_placement(
     placement: Placement, grant: Grant, whole: bool, waited_s: float, says: str

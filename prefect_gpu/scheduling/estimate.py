@@ -74,7 +74,7 @@ def _curve(value: float, sizes: Mapping[float, float]) -> float | None:
     inside = xs[0] <= value <= xs[-1]
     at = next((i for i, x in enumerate(xs) if x >= value), len(xs) - 1)
     x0, x1 = xs[max(at, 1) - 1], xs[max(at, 1)]
-    if not inside and _distance(value, x1 if value > x1 else x0) > math.log(REACH):
+    if not inside and _distance(value, x1 if value > x1 else x0) > math.log(REACH) + 1e-9:
         return None
     y0, y1 = sizes[x0], sizes[x1]
     curves = [y0 + (y1 - y0) * ((value - x0) / (x1 - x0))]

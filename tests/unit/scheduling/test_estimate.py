@@ -50,6 +50,8 @@ def need_gib(found: LearnedBudget | None) -> float | None:
         "with zero, above": (16, {"x0": 1, "x8": 3}, 5.0),
         "the nearest two of three": (64, {"x8": 1, "x16": 1.5, "x32": 2.5}, 4.5),
         "as far as it may be": (8 * 32, {"x16": 1.5, "x32": 2.5}, 16.5),
+        "as far below": (4, {"x32": 1.5, "x64": 2.5}, 0.62),
+        "and with others": (64, {"x4": 1.5, "x8": 2.5}, 16.5),
         "too far above": (8 * 32 + 1, {"x16": 1.5, "x32": 2.5}, None),
         "too far below": (1, {"x16": 1.5, "x32": 2.5}, None),
         "below zero, with a ratio to nothing": (16, {"x0": 1}, None),

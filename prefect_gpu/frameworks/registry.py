@@ -66,6 +66,13 @@ FRAMEWORK_BY_ROOT: Mapping[str, str] = {
     "onnxruntime": "onnxruntime",
 }  # fmt: skip
 
+#: Modules that a library imports when a part of it is first used, by that part. In PyTorch 2.13 the first optimizer of a
+#: process imports 841 modules, which takes as long as PyTorch's own import.
+IMPORTED_ON_USE: Mapping[str, str] = dict.fromkeys(
+    ("torch.optim", "torch.compile", "torch.utils.checkpoint", "lightning", "pytorch_lightning"),
+    "torch._dynamo",
+)
+
 #: Distribution packages of each framework; the first installed one gives the version.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
@@ -123,19 +130,27 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
 
     A function inside another function is pickled by value. Its own module is imported only if it refers to other
     objects there. Each element is `package.module`, or `package:name,name` for `from package import name, name` inside
-    functions, where a name may be a module. Elements need not be importable.
+    functions, where a name may be a module. What a library imports on use (`IMPORTED_ON_USE`) is last. Elements need
+    not be importable.
     """
     inner = fn
     while isinstance(inner, functools.partial):
         inner = inner.func
     own = _text(getattr(inner, "__module__", None))
-    reached = list(_Walk(whole_modules=False, with_names=True).modules(fn))
+    walk = _Walk(whole_modules=False, with_names=True)
+    reached = list(walk.modules(fn))
     if isinstance(inner, FunctionType) and own in sys.modules:
         if find_steps(find_in_namespace(own, inner.__qualname__), inner) is None:
             # The first element is the function's own.
             reached.remove(own)
             own = ""
-    return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
+    modules = {entry.partition(":")[0] for entry in reached}
+    on_use = [
+        later
+        for part, later in IMPORTED_ON_USE.items()
+        if part in walk.parts or any(f"{module}.".startswith(f"{part}.") for module in modules)
+    ]
+    return tuple(entry for entry in dict.fromkeys([own, *reached, *on_use]) if entry)
 
 
 def find_in_namespace(module: str, name: str) -> Any:
@@ -202,6 +217,8 @@ class _Walk:
         self._whole_modules = whole_modules
         self._with_names = with_names
         self._seen: set[int] = set()
+        #: Parts of libraries (keys of `IMPORTED_ON_USE`) that the code names.
+        self.parts: set[str] = set()
 
     def modules(self, value: Any) -> Iterator[str]:
         """Yield every import on the walk from `value`, and the module of every function, class and object."""
@@ -237,6 +254,8 @@ class _Walk:
             yield from self._all(
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
+            named = {*code.co_names}
+            self.parts |= {part for part in IMPORTED_ON_USE if named.issuperset(part.split("."))}
         for cell in fn.__closure__ or ():
             with contextlib.suppress(ValueError):  # An empty cell.
                 yield from self.modules(cell.cell_contents)

@@ -143,10 +143,13 @@ def test_libraries_work_and_the_surroundings_are_the_parents(
         import torch
 
         print("from a fork")
+        ahead = "torch._dynamo" in sys.modules
         weights = torch.ones(200, 200, requires_grad=True)
         (weights @ weights).sum().backward()
         assert weights.grad is not None
+        torch.optim.SGD([weights]).step()
         return {
+            "ahead": ahead,
             "numpy": float((np.ones((200, 200)) @ np.ones((200, 200))).sum()),
             "torch": float(weights.grad.sum()),
             "random": float(torch.rand(1)) >= 0 and float(np.random.random()),
@@ -179,6 +182,7 @@ def test_libraries_work_and_the_surroundings_are_the_parents(
         assert (found["cwd"], found["argv"]) == (str(tmp_path), sys.argv)
         assert found["path"] == [os.path.abspath(p) for p in sys.path if p]
     assert first["parent"] == second["parent"] == template
+    assert first["ahead"] and second["ahead"], "what the first optimizer would import"
     assert (first["since"], third["since"]) == (None, "now")
     # What was changed since could come too late for a process that has imported its libraries.
     assert third["parent"] == os.getpid()

@@ -52,7 +52,7 @@ class ForkRig(Rig):
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[Source]:
-    source = Source("numpy", "torch")
+    source = Source("numpy", "torch", "torch._dynamo")
     assert source.warmed.problem == ""
     yield source
     assert source.source.problem == ""

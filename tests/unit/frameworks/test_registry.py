@@ -10,6 +10,7 @@ import pytest
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
+from tests.cases import cases
 from tests.unit.frameworks.policies import import_lazily, policy
 from tests.unit.processes import kind_bodies, task_bodies
 
@@ -169,6 +170,30 @@ def test_needed_modules_of_relative_imports():
     assert set(registry.needed_modules(module.f)) == {
         *("top.middle.leaf", "top.middle:a", "top.middle.b:c", "top.d:e", "g")
     }
+
+
+@cases(
+    "lines, expected",
+    {
+        "an optimizer": (" o = torch.optim.SGD([])", True),
+        "a class of optimizers": (" AdamW([])", True),
+        "imported in the function": (" from torch import optim\n optim.SGD([])", True),
+        "in a function that it calls": (" helper()", True),
+        "a compiled model": (" torch.compile(0)", True),
+        "checkpoints": (" torch.utils.checkpoint.checkpoint(0)", True),
+        "a library that trains": (" from lightning import Trainer", True),
+        "another part": (" torch.nn.Linear(1, 1)", False),
+        "another module's part": (" optim.minimize(0)", False),
+    },
+)
+def test_what_a_library_imports_on_use_is_known_before(lines: str, expected: bool) -> None:
+    module = user_module(
+        f"def helper():\n torch.optim.SGD([])\ndef f():\n{lines}",
+        torch=fake("torch"),
+        optim=fake("scipy.optim"),
+        AdamW=type("AdamW", (), {"__module__": "torch.optim.adamw"}),
+    )
+    assert (registry.needed_modules(module.f)[-1] == "torch._dynamo") is expected
 
 
 # Whose a module is.

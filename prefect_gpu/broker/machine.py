@@ -151,8 +151,10 @@ class Machine:
         known = self.known
         if kept.over:
             known.first_runs.pop(kept.sequence, None)
+        if not kept.shown:
+            return
         known.learned |= dict.fromkeys(kept.shown, kept.number)
-        for ticket in (*known.open.values(), *known.first_runs.values()) if kept.shown else ():
+        for ticket in (*known.open.values(), *known.first_runs.values()):
             shown = {n: kept.shown[key] for n, key in ticket.histories.items() if key in kept.shown}
             if shown and ticket.phase in (Phase.OPEN, Phase.WAITING):
                 self._refuse(ticket, NeedLearned())

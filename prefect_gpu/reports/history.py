@@ -104,8 +104,8 @@ class MemoryHistory:
 class PrefectHistory:
     """A history store of artifact versions in Prefect's API. Safe to use from several threads.
 
-    A history, or the list of a task's histories, is read from the API once, under the Prefect settings of the store's
-    creation, so later runs of other processes are not seen. The publisher writes the runs of this process.
+    A history is read from the API once, under the Prefect settings of the store's creation, so later runs of other
+    processes are not seen. The publisher writes the runs of this process.
     """
 
     def __init__(
@@ -126,8 +126,6 @@ class PrefectHistory:
         self._reading: dict[HistoryKey, threading.Lock] = {}
         #: Histories already read from the API.
         self._is_read: set[HistoryKey] = set()
-        #: By the start of their artifacts' keys: the keys of histories that were in the API at the first reading.
-        self._listed: dict[str, list[HistoryKey]] = {}
         self._away_until_s = -math.inf
         self._away_because = ""
 
@@ -152,12 +150,8 @@ class PrefectHistory:
 
     def siblings(self, key: HistoryKey) -> Collection[HistoryKey]:
         """Return the keys of all histories of a task in a flow; see `HistoryStore.siblings`."""
-        front = _key_front(key)
-        listed = self._listed.get(front)
-        if listed is None:
-            read = self._read(lambda client: [each for _, each in _read_keys(client, front)])
-            listed = self._listed[front] = read
-        return {*self._known.siblings(key), *(each for each in listed if each.task == key.task)}
+        found = self._read(lambda client: [each for _, each in _read_keys(client, _key_front(key))])
+        return {*self._known.siblings(key), *(each for each in found if each.task == key.task)}
 
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store a run in memory, and let the publisher write it; see `HistoryStore.add`."""

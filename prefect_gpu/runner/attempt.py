@@ -282,14 +282,11 @@ class Attempt:
 
     def _source(self) -> BudgetSource:
         """Return the source of the budget. A task whose need is known on one device model may probe on another."""
-        if self.shares:
-            return "probe"
-        return "estimated" if self._estimated_from() else self._grant.source
+        return "probe" if self.shares else self._grant.source_on(self._model())
 
-    def _estimated_from(self) -> str | None:
+    def _model(self) -> str:
         assert self._ticket is not None and self._ticket.placement is not None
-        model = self._ticket.placement.devices[0].name
-        return None if self.shares else self._grant.estimated_from.get(model)
+        return self._ticket.placement.devices[0].name
 
     def _prepare(
         self, ticket: Ticket, placement: Placement, record: ProcessRecord, memory: ProcessMemory
@@ -493,7 +490,7 @@ class Attempt:
                     self._broker.kind,
                     self._number,
                     self._source(),
-                    self._estimated_from(),
+                    None if self.shares else self._grant.estimated_from.get(self._model()),
                     tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
                     self._verdict,
                     self._leaked_bytes,

@@ -8,18 +8,20 @@ placed is decided in `broker.opening`. The formulas are in `scheduling.history` 
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling import history
-from prefect_gpu.scheduling.estimate import estimate, nearest
-from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, PastRun
+from prefect_gpu.scheduling.estimate import distance, estimate
+from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, Line, PastRun
 from prefect_gpu.scheduling.model import NEVER_BYTES, Device, Memory, ModelBudgets
 
 logger = logging.getLogger(__name__)
@@ -57,12 +59,41 @@ class Grant:
     #: Why a probe has a device to itself, for the log; `None`: the process is no probe, or shares its device.
     alone_because: str | None = None
 
+    def source_on(self, device_name: str) -> BudgetSource:
+        """Return the source of the budget on a device model."""
+        return "estimated" if device_name in self.estimated_from else self.source
 
-#: Known values from which a budget is estimated: those nearest to the task's own.
-MOST_VALUES = 5
+
+#: Histories that ask again, as they can be estimated, after one run: those with the nearest values.
+MOST_TOLD = 16
 
 #: Shared by all flows of this Python process: the next flow learns from past runs at once, in whichever store.
 PROCESS_RUNS = MemoryHistory()
+
+
+class _Values:
+    """Values of histories, by the lines on which the histories are. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines: dict[tuple[object, str, str], dict[HistoryKey, float]] = {}
+
+    def add(self, key: HistoryKey) -> None:
+        with self._lock:
+            for line in key.lines:
+                there = self._lines.setdefault((key.task, line.parameter, line.others), {})
+                there[key] = line.value
+
+    def discard(self, key: HistoryKey) -> None:
+        with self._lock:
+            for line in key.lines:
+                there = self._lines.get((key.task, line.parameter, line.others), {})
+                there.pop(key, None)
+
+    def on(self, key: HistoryKey, line: Line) -> list[tuple[HistoryKey, float]]:
+        """Return the histories on a line of a history, with their values."""
+        with self._lock:
+            return list(self._lines.get((key.task, line.parameter, line.others), {}).items())
 
 
 class BudgetBook:
@@ -76,10 +107,11 @@ class BudgetBook:
         self._recent = recent
         #: Runs of the store by history, as last read. Any thread may replace a value as a whole.
         self._kept: dict[HistoryKey, Sequence[PastRun]] = {}
-        #: Histories without a need that were asked for, and may be estimated from other values one day.
-        self._unknown: dict[HistoryKey, None] = {}
-        #: By task: the keys of histories in the store, as last read. As `_kept`.
-        self._listed: dict[object, Collection[HistoryKey]] = {}
+        #: Histories with runs, and histories without a need that were asked for.
+        self._known, self._unknown = _Values(), _Values()
+        #: Tasks whose histories are in `_known`. The lock is held while they are listed.
+        self._listed: set[object] = set()
+        self._listing = threading.Lock()
         self._told = False
 
     def grant(self, call: TaskCall, capacities: Mapping[Device, int]) -> Grant:
@@ -95,13 +127,14 @@ class BudgetBook:
             return Grant(memory, "tag", _contexts(runs), expected_s=expected_s)
         known = {n: found for n, past in runs.items() if (found := _placeable(past)) is not None}
         estimated_from = {}
-        for name in runs.keys() - known.keys() if identity.learn_by_lines else ():
-            key = identity.on(name)
+        # A task that keeps to its budget has a first run: an estimate is not what its author or its runs have said.
+        estimable = identity.learn_by_lines and call.plan.policy.oom != "fail"
+        for name in runs.keys() - known.keys() if estimable else ():
+            self._list(identity)
             # Before the runs are read: `take` looks here after it has added a run.
-            self._unknown[key] = None
-            made = self._estimate(key, self._siblings(key), self._runs)
+            self._unknown.add(identity.on(name))
+            made = self._estimate(identity.on(name), self._runs)
             if made is not None:
-                self._unknown.pop(key, None)
                 known[name], estimated_from[name] = _above_floor(made[0], runs[name]), made[1]
         grant = _learned(call, known, runs.keys() - known.keys(), models)
         return replace(grant, expected_s=expected_s, estimated_from=estimated_from)
@@ -119,63 +152,65 @@ class BudgetBook:
         run = replace(run, floor_bytes=history.known_floor_bytes(known) or None)
         self._recent.add(key, run)
         self._store.add(key, run)
+        self._known.add(key)
         lesson = _placeable(known)
         if lesson is None:
             return {}
-        self._unknown.pop(key, None)
-        listed = (*self._listed.get(key.task, ()), *self._recent.siblings(key))
-        shown: dict[HistoryKey, int | None] = {key: lesson.need_bytes}
-        for other in tuple(self._unknown):
-            alike = other.task == key.task
-            if alike and self._estimate(other, listed, self._seen) is not None:
-                shown[other] = self._unknown.pop(other, None)
-        return shown
+        self._unknown.discard(key)
+        return {key: lesson.need_bytes, **dict.fromkeys(self._estimable(key))}
+
+    def _estimable(self, key: HistoryKey) -> Iterator[HistoryKey]:
+        """Yield histories that can be estimated now that a history has a need, each once."""
+        for line in key.lines:
+            waiting = self._unknown.on(key, line)
+            away = [(distance(value, line.value), value, other) for other, value in waiting]
+            for *_, other in heapq.nsmallest(MOST_TOLD, away, lambda each: each[:2]):
+                if self._estimate(other, self._seen) is not None:
+                    self._unknown.discard(other)
+                    yield other
 
     def _estimate(
-        self,
-        key: HistoryKey,
-        siblings: Collection[HistoryKey],
-        read: Callable[[HistoryKey], Sequence[PastRun]],
+        self, key: HistoryKey, read: Callable[[HistoryKey], Sequence[PastRun]]
     ) -> tuple[LearnedBudget, str] | None:
         """Return the estimated budget of a history, and from which values, as text; `None`: they say too little.
 
-        The values are those of the same GPU model or, if those say too little, of all models.
+        The values are those of the same GPU model if there are two, else those of all models.
         """
+        found: list[tuple[float, LearnedBudget, str]] = []
         for line in key.lines:
-            on_line = [(o, its) for o in siblings for its in o.lines if its[:2] == line[:2]]
-            for alike in (True, False):
-                by_value: dict[float, list[HistoryKey]] = {}
-                for other, its in on_line:
-                    if not alike or other.device_name == key.device_name:
-                        by_value.setdefault(its.value, []).append(other)
-                lessons = (
-                    (value, max(found, key=lambda lesson: lesson.need_bytes))
-                    for value in nearest(line.value, by_value)
-                    if (found := [had for o in by_value[value] if (had := history.learn(read(o)))])
-                )
-                known = dict(itertools.islice(lessons, MOST_VALUES))
-                made = estimate(line.value, known)
-                if made is not None:
-                    values = ", ".join(f"{value:g}" for value in sorted(known))
-                    return made, f"{line.parameter} {values}"
-        return None
+            there = [each for each in self._known.on(key, line) if each[0] != key]
+            own = [each for each in there if each[0].device_name == key.device_name]
+            by_value: dict[float, list[HistoryKey]] = {}
+            for other, value in own if len(own) > 1 else there:
+                by_value.setdefault(value, []).append(other)
+            made = estimate(line.value, by_value, partial(_largest, by_value, read))
+            if made is not None:
+                words = ", ".join(f"{value:.12g}" for value in made.values)
+                found.append((made.distance, made.budget, f"{line.parameter} {words}"))
+        nearest = min(found, key=lambda each: each[0], default=None)
+        return None if nearest is None else nearest[1:]
 
-    def _siblings(self, key: HistoryKey) -> Collection[HistoryKey]:
-        """Return the histories of the task of a key, from the store and of this process."""
-        listed = self._listed[key.task] = self._try(lambda: self._store.siblings(key)) or ()
-        return {*listed, *self._recent.siblings(key)}
+    def _list(self, key: HistoryKey) -> None:
+        """Add all histories of a task, from the store and of this process, to `_known`, once."""
+        with self._listing:
+            if key.task in self._listed:
+                return
+            kept = self._try(lambda: self._store.siblings(key))
+            if kept is not None:
+                self._listed.add(key.task)
+            for other in (*(kept or ()), *self._recent.siblings(key)):
+                self._known.add(other)
 
-    def _seen(self, key: HistoryKey) -> Sequence[PastRun]:
-        """Return the runs of a history that are known without a call of the API."""
-        return (*self._kept.get(key, ()), *self._recent.runs(key))
+    def _seen(self, key: HistoryKey) -> list[PastRun]:
+        """Return the runs of a history that are known without a call of the API, as `_runs`."""
+        found = {*self._kept.get(key, ()), *self._recent.runs(key)}
+        return sorted(found, key=lambda run: run.ended_at, reverse=True)
 
     def _runs(self, key: HistoryKey) -> list[PastRun]:
         """Return the runs of a history, from the store and of this process, newest first, without duplicates."""
         kept = self._try(lambda: self._store.runs(key))
-        if kept is not None:
-            self._kept[key] = kept
-        found = {*(kept or ()), *self._recent.runs(key)}
-        return sorted(found, key=lambda run: run.ended_at, reverse=True)
+        self._kept[key] = kept or ()
+        return self._seen(key)
 
     def _try(self, read: Callable[[], _Found]) -> _Found | None:
         """Return what the store answers; `None`: it cannot be read, which is logged once."""
@@ -220,7 +255,24 @@ def _above_floor(budget: LearnedBudget, runs: Sequence[PastRun]) -> LearnedBudge
     """Return an estimated budget, at least the floor that runs with the same values have shown."""
     floor = history.known_floor_bytes(runs)
     need_bytes = max(budget.need_bytes, floor)
-    return replace(budget, need_bytes=need_bytes, floor_bytes=floor)
+    whole_bytes = max(budget.whole_bytes, floor)
+    return replace(
+        budget,
+        budget_bytes=need_bytes,
+        need_bytes=need_bytes,
+        whole_bytes=whole_bytes,
+        floor_bytes=floor,
+    )
+
+
+def _largest(
+    by_value: Mapping[float, Sequence[HistoryKey]],
+    read: Callable[[HistoryKey], Sequence[PastRun]],
+    value: float,
+) -> LearnedBudget | None:
+    """Return the largest budget that was learned for a value; `None`: none was."""
+    lessons = [found for key in by_value[value] if (found := history.learn(read(key)))]
+    return max(lessons, key=lambda lesson: lesson.need_bytes, default=None)
 
 
 def _contexts(runs: Mapping[str, Sequence[PastRun]]) -> dict[str, int]:

@@ -69,6 +69,9 @@ DEPTH_LIMIT = 4
 #: Most characters of the text about all values of a call.
 WORDS_LIMIT = 120
 
+#: Most characters of `HistoryKey.learn_by_lines`, those of a value in an artifact's metadata.
+LINES_LIMIT = 500
+
 #: Values accepted by `digest_values`, for messages.
 ACCEPTED = (
     f"numbers, text, True, False, None, enums, paths, and tuples or lists of these, at most {DEPTH_LIMIT} deep; give "
@@ -320,9 +323,12 @@ def describe_lines(
     lines = []
     for name in plain:
         number = _number(given.get(name))
-        if number is not None and not is_secret(name):
+        if number is not None and not _is_secret(name, given[name]):
             lines.append([name, _digest({**plain, name: ["any number"]}), number])
-    return json.dumps(lines) if lines else ""
+    # What is longer is cut in the API.
+    while len(text := json.dumps(lines)) > LINES_LIMIT:
+        lines.pop()
+    return text if lines else ""
 
 
 def _number(value: Any) -> float | None:
@@ -363,8 +369,13 @@ def _select(
     return known | {name: rest[name] for name in names if name not in parameters and name in rest}
 
 
+def _is_secret(name: str, value: Any) -> bool:
+    # A number of tokens is a size.
+    return is_secret(name if _number(value) is None else name.lower().replace("tokens", ""))
+
+
 def _words(name: str, value: Any) -> str:
-    if is_secret(name):
+    if _is_secret(name, value):
         return "(secret)"
     if isinstance(value, enum.Enum):
         return str(value.name)
@@ -373,7 +384,7 @@ def _words(name: str, value: Any) -> str:
     # Python refuses to write more than 4300 digits.
     with contextlib.suppress(ValueError):
         text = str(value)
-        return "(secret)" if is_secret(name, text) else text
+        return "(secret)" if is_secret("", text) else text
     return type(value).__qualname__
 
 

@@ -15,6 +15,7 @@ because the device was empty needs 4.8 GiB to run as fast.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -89,6 +90,14 @@ class Line(NamedTuple):
     value: float
 
 
+@functools.lru_cache(4096)
+def _read_lines(text: str) -> tuple[Line, ...]:
+    # Other programs may write artifacts or edit them.
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        return tuple(Line(str(name), str(others), float(x)) for name, others, x in json.loads(text))
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class HistoryKey(KeptAsTexts):
     """Key of a history: one task in one flow, on one GPU model, for one set of `gpu:learn_by` values."""
@@ -114,11 +123,7 @@ class HistoryKey(KeptAsTexts):
     @property
     def lines(self) -> tuple[Line, ...]:
         """For each number among the `gpu:learn_by` values: the histories that differ in it only."""
-        # Other programs may write artifacts or edit them.
-        with contextlib.suppress(ValueError, TypeError):
-            found = json.loads(self.learn_by_lines or "[]")
-            return tuple(Line(str(name), str(others), float(x)) for name, others, x in found)
-        return ()
+        return _read_lines(self.learn_by_lines) if self.learn_by_lines else ()
 
     @property
     def task(self) -> tuple[str, str, str | None]:

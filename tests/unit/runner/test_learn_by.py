@@ -310,6 +310,18 @@ def test_numbers_have_lines(value: Any, number: float | None) -> None:
 
 def test_a_secret_number_is_not_written() -> None:
     assert describe_lines(evaluate, ["api_token"], {"api_token": 1234}) == ""
+    assert (
+        describe_values(evaluate, ["max_tokens"], {"more": {"max_tokens": 512}}) == "max_tokens=512"
+    )
+    assert lines(["max_tokens"], more={"max_tokens": 512})["max_tokens"][1] == 512.0
+    listed = {"more": {"api_tokens": ["hf_1"]}}
+    assert describe_values(evaluate, ["api_tokens"], listed) == "api_tokens=(secret)"
     assert "1234" not in describe_lines(
         evaluate, ["api_token", "batch_size"], {"api_token": 1234, "batch_size": 8}
     )
+
+
+def test_as_many_lines_are_kept_as_the_api_takes() -> None:
+    names = [f"a_parameter_{n}" for n in range(20)]
+    found = lines(names, more=dict.fromkeys(names, 1.5))
+    assert 5 < len(found) < 20 and list(found) == sorted(names)[: len(found)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # that it never closes (`results._read_server_default_result_storage_block_id`); its socket is
     # found by the garbage collector, in whichever test comes next.
     config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
+
+
+def pytest_collection_finish() -> None:
+    """Leave the thousands of collected tests out of every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -108,9 +108,9 @@ from prefect_gpu import GPUTaskRunner, serve
 print("server", os.getpid(), flush=True)
 serve(
     work, work_async, plain, plain_async, hold, fail_once,
-    runner=GPUTaskRunner(devices=sys.argv[1], start_method=sys.argv[3]),
+    runner=GPUTaskRunner(devices=sys.argv[1]),
     limit=int(sys.argv[2]),
-    status_server_port=int(sys.argv[4]),
+    status_server_port=int(sys.argv[3]),
 )
 """
 
@@ -126,15 +126,13 @@ serve(work_async, plain)
 class Server:
     """A program that serves `jobs`, and what it prints."""
 
-    def __init__(
-        self, place: Workplace, limit: int = 10, start: str = "spawn", program: str = SERVER
-    ) -> None:
+    def __init__(self, place: Workplace, limit: int = 10, program: str = SERVER) -> None:
         self.output = place.folder / f"server-{len(list(place.folder.glob('server-*')))}.txt"
         self.status_port = free_port()
         place.write("server.py", program)
         with self.output.open("w") as file:
             self.process = place.start(
-                *("server.py", DEVICES, str(limit), start, str(self.status_port)),
+                *("server.py", DEVICES, str(limit), str(self.status_port)),
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
@@ -241,8 +239,7 @@ found["held"] = str(hold.delay(0).task_run_id)
 
 @pytest.mark.slow
 def test_200_calls_and_a_flow_wait_in_one_queue(place: Workplace) -> None:
-    # Of forks, since 240 interpreters would take minutes to start.
-    server = Server(place, limit=20, start="forkserver")
+    server = Server(place, limit=20)
     place.write(
         "beside.py",
         f"""
@@ -253,7 +250,7 @@ from jobs import work
 from prefect import flow
 from prefect_gpu import GPUTaskRunner
 
-@flow(task_runner=GPUTaskRunner(devices="{DEVICES}", start_method="auto"))
+@flow(task_runner=GPUTaskRunner(devices="{DEVICES}"))
 def beside():
     while not os.path.exists("notes.txt"):
         time.sleep(0.1)

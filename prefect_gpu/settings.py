@@ -5,6 +5,8 @@ Like Prefect's own settings, they come from the environment, `.env`, `prefect.to
 
 from __future__ import annotations
 
+import difflib
+import os
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -82,6 +84,9 @@ def _read_start_method(given: object) -> object:
     warnings.warn(text, FutureWarning, stacklevel=2)
     return "auto"
 
+
+#: What the names of all settings in the environment begin with.
+PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 Standby = Annotated[
     Literal["auto"] | NonNegativeInt,
@@ -184,8 +189,26 @@ class GPUSettings(PrefectBaseSettings):
         return self
 
 
+def _check_name(name: str) -> None:
+    """Warn of a variable that is no setting."""
+    known = [each.upper() for each in GPUSettings.model_fields]
+    given = name.upper().removeprefix(PREFIX)
+    if given in known:
+        return
+    close = difflib.get_close_matches(given, known, n=1)
+    hint = f"did you mean {PREFIX}{close[0]}?" if close else f"settings: {', '.join(sorted(known))}"
+    # Where the runner was made.
+    warnings.warn(f"{name} is no setting of prefect_gpu; {hint}", stacklevel=4)
+
+
 def read_settings(**given: Any) -> GPUSettings:
-    """Return the settings, overridden by `given` arguments of a runner; `SettingError`: unreadable or contradictory."""
+    """Return the settings, overridden by `given` arguments of a runner; `SettingError`: unreadable or contradictory.
+
+    A variable that is no setting, although it begins as all settings do, is a `UserWarning`.
+    """
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX):
+            _check_name(name)
     try:
         return GPUSettings(**given)
     except ValidationError as error:
@@ -196,6 +219,6 @@ def read_settings(**given: Any) -> GPUSettings:
             if name in given:
                 said = f"GPUTaskRunner({name}={given[name]!r}): {said}"
             elif name:
-                said = f"PREFECT_INTEGRATIONS_GPU_{name.upper()}={each['input']!r}: {said}"
+                said = f"{PREFIX}{name.upper()}={each['input']!r}: {said}"
             problems.append(said)
         raise SettingError("; ".join(problems)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,10 @@ from pydantic import ValidationError
 
 from prefect_gpu import GPUTaskRunner
 from prefect_gpu.errors import SettingError
-from prefect_gpu.settings import GPUSettings
+from prefect_gpu.settings import PREFIX, GPUSettings
 from prefect_gpu.units import MIB
 
 Patch = pytest.MonkeyPatch
-
-PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 
 @pytest.fixture(autouse=True)
@@ -150,3 +149,21 @@ def test_a_runner_prints_as_it_was_written() -> None:
 def test_a_runner_with_another_argument_is_another_runner(other: dict[str, Any]) -> None:
     one, two = GPUTaskRunner(), GPUTaskRunner(**other)
     assert one != two and len({one, two, GPUTaskRunner()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("STANDBYS", "did you mean PREFECT_INTEGRATIONS_GPU_STANDBY?"),
+        ("start_methods", "did you mean PREFECT_INTEGRATIONS_GPU_START_METHOD?"),
+        ("X", "settings: ADDRESS, DEVICES, "),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_warned_of(
+    name: str, says: str, monkeypatch: Patch
+) -> None:
+    monkeypatch.setenv(PREFIX + name, "2")
+    expected = re.escape(f"{PREFIX}{name} is no setting of prefect_gpu; {says}")
+    with pytest.warns(UserWarning, match=f"^{expected}") as caught:
+        GPUTaskRunner()
+    assert [warning.filename for warning in caught] == [__file__]

@@ -26,7 +26,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages."""
     for source, name in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        text = re.sub(r"\]\(docs/evidence\)", "](benchmarks.md)", text)
         text = re.sub(r"\]\(docs/", "](", text)
         for other, page in PAGES.items():
             text = text.replace(f"]({other})", f"]({page})")

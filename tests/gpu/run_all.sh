@@ -32,11 +32,12 @@ for name; do
   [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }
 done
 release=$(PYTHONPATH=benchmarks "$python" -c 'import _common; print("{}, commit {}".format(*_common.release()))') || exit
+device=$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | head -n1 | sed 's/, /, driver /') || device="device not recorded"
 failed=0
 check() {
   local file=$out/$1.txt
   shift
-  { echo "\$ $*"; echo "prefect-gpu $release"; "$@" 2>&1; } \
+  { echo "# prefect-gpu $release; $device; $(date -I)"; echo "\$ $*"; echo "prefect-gpu $release"; "$@" 2>&1; } \
     | sed -u 's/\x1b\[[0-9;]*m//g' \
     | grep -v --line-buffered "oneDNN custom\|absl::InitializeLog\|cpu_feature_guard\|rebuild TensorFlow\|^$\|:onnxruntime:" \
     | tee "$file"

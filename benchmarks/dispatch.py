@@ -8,6 +8,7 @@ function does not import Prefect, except in the rows that say so: it is imported
 
     python benchmarks/dispatch.py --out dispatch.json          # under four minutes
     python benchmarks/dispatch.py --frameworks tensorflow --rows auto spawn
+    python benchmarks/dispatch.py --frameworks training        # ready after a step with an optimizer
     python benchmarks/dispatch.py --tiny                       # that it runs, on the CPU
 
 Fair to all: one running Prefect server whose URL everybody has, compiled bytecode, each row in a fresh
@@ -56,13 +57,20 @@ ROWS = {
     "threads": "ThreadPoolTaskRunner",
     "ray": "RayTaskRunner, num_gpus=0.1",
 }
-FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "jax": "jax", "none": ""}
+#: Modules by name in `--frameworks`. "training" is PyTorch, ready after its first step with an optimizer.
+FRAMEWORKS = {
+    "torch": "torch",
+    "training": "torch",
+    "tensorflow": "tensorflow",
+    "jax": "jax",
+    "none": "",
+}
 
 #: Measured first: what this package claims, and the plain process that it is compared with.
 FIRST = ("auto", "standby", "cold", "spawn", "fork")
 
 #: Seconds that a row takes on an H200 before it was measured here, to plan within the budget.
-GUESS_S = {"torch": 25.0, "tensorflow": 45.0, "jax": 30.0, "none": 15.0}
+GUESS_S = {"torch": 25.0, "training": 30.0, "tensorflow": 45.0, "jax": 30.0, "none": 15.0}
 GUESS_RAY_S = 60.0
 
 MIB = _devices.MIB
@@ -120,7 +128,10 @@ class Row:
     def __init__(self, row: str, framework: str, on_gpu: bool) -> None:
         self._row, self._framework, self._on_gpu = row, framework, on_gpu
         self._kind, _, more = row.partition("-")
-        self._bodies = importlib.import_module("_bodies_prefect" if more else "_bodies")
+        which = "_bodies_training" if framework == "training" else "_bodies"
+        self._bodies = importlib.import_module("_bodies_prefect" if more else which)
+        #: In `gpu:framework=`.
+        self._tag = "torch" if framework == "training" else framework
 
     def measure(self, later: int, burst: int, long: int, pause_s: float) -> None:
         """Run the first task, later ones, the burst and the long ones."""
@@ -153,10 +164,10 @@ class Row:
         from prefect_gpu import gpu
         from prefect_gpu.processes.standby_pool import standby_pool
 
-        runner, tags = make_runner(self._kind, self._framework, self._on_gpu)
+        runner, tags = make_runner(self._kind, self._tag, self._on_gpu)
         work = task(self._bodies.first_use, name="work", tags=tags)
 
-        long_tags = gpu(memory="2GiB" if self._on_gpu else "1GiB", framework=self._framework)
+        long_tags = gpu(memory="2GiB" if self._on_gpu else "1GiB", framework=self._tag)
         long_work = work.with_options(tags=list(long_tags) if tags else [])
 
         def submit(is_long: bool = False) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import select
@@ -155,13 +156,12 @@ def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> N
     warm_up.follow(wanted["parent"])
     if wanted["cwd"]:
         os.chdir(wanted["cwd"])
-    # Python seeds its own generator in a fork, NumPy does not; PyTorch's has a fixed seed in each process.
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+    warm_up.origin().seeds.renew()
     _keep_shared_files()
     boot = bootstrap.read_boot(channel)
     warm_up.set_paths(tuple(boot["sys_path"]))
+    # Folders and archives may have changed since the imports.
+    importlib.invalidate_caches()
     sys.argv[:] = boot["argv"]
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_gpu import in_task as inside
 from prefect_gpu.child import exit as process_exit
+from prefect_gpu.child.random_seeds import RandomSeeds
 from prefect_gpu.devices import cuda_driver
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
@@ -46,6 +47,8 @@ class _Origin:
     environment: Mapping[str, str]
     #: Files that libraries have opened, of a process that is forked.
     opened: Sequence[weakref.ref[Any]]
+    #: Generators of random numbers, of a process that is forked.
+    seeds: RandomSeeds
 
 
 _origin: _Origin
@@ -65,11 +68,13 @@ def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
     entries, loaded = tuple(entries), frozenset(sys.modules)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
     environment, opened = dict(os.environ), list[weakref.ref[Any]]()
+    seeds = RandomSeeds()
     # A fork imports the user's modules itself: what they open, draw at random or start belongs to one task.
     libraries = entries if forks else tuple(itertools.takewhile(_is_library, entries))
     watch = ThreadWatch() if forks else None
     with inside.before_the_task() as asked:
-        failed = import_all(libraries, watch)
+        with seeds.watched() if forks else contextlib.nullcontext():
+            failed = import_all(libraries, watch, seeds if forks else None)
         if forks:
             # Otherwise each fork would write the buffered output as well.
             opened = process_exit.write_open_files()
@@ -87,11 +92,13 @@ def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
     # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(_users_files() if has_users else ())
-    _origin = _Origin(began_ns, sys_path, cwd, files, environment, opened)
+    _origin = _Origin(began_ns, sys_path, cwd, files, environment, opened, seeds)
     return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
 
 
-def import_all(entries: Iterable[str], watch: ThreadWatch | None = None) -> dict[str, str]:
+def import_all(
+    entries: Iterable[str], watch: ThreadWatch | None = None, seeds: RandomSeeds | None = None
+) -> dict[str, str]:
     """Import modules (as in `WarmSpec.modules`), and return the reason of each failure by entry."""
     failed = {}
     for entry in entries:
@@ -106,6 +113,8 @@ def import_all(entries: Iterable[str], watch: ThreadWatch | None = None) -> dict
             failed[entry] = f"{type(error).__name__}: {error}"
         if watch is not None:
             watch.look(entry)
+        if seeds is not None:
+            seeds.look()
     return failed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import queue
 import resource
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +178,70 @@ def test_a_change_in_one_fork_is_not_seen_in_another(rig: ForkRig) -> None:
     assert (first, second) == (1, 1)
     # The random numbers of forks that were made alike are not alike.
     assert one_number != other_number
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder of installed modules."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return str(folder)
+
+
+def test_what_the_system_seeds_differs_from_fork_to_fork(
+    make_source: Callable[..., Source], make_forks: Callable[..., ForkRig], library: str
+) -> None:
+    lines = (
+        "import random, numpy as np",
+        "OWN, FIXED = random.Random(), random.Random(5)",
+        "LATER = random.Random()",
+        "LATER.seed(5)",
+        "STATE, FIXED_STATE = np.random.RandomState(), np.random.RandomState(5)",
+        "DRAWS, FIXED_DRAWS = np.random.default_rng(), np.random.default_rng(5)",
+    )
+    module(library, "has_generators", "\n".join(lines))
+    rig = make_forks(make_source("numpy", "torch", "has_generators"))
+    (first, fixed), (second, again) = (rig.start(_draw_all).value() for _ in range(2))
+    assert len(first) == 6 and not set(first) & set(second)
+    assert fixed == again == Rig().call(_draw_all)[1]
+
+
+def test_a_seed_that_a_library_sets_stays(
+    make_source: Callable[..., Source], make_forks: Callable[..., ForkRig], library: str
+) -> None:
+    lines = (
+        "import random, numpy as np, torch",
+        "random.seed(7)",
+        "np.random.seed(7)",
+        "torch.manual_seed(7)",
+    )
+    module(library, "sets_seeds", "\n".join(lines))
+    rig = make_forks(make_source("numpy", "torch", "sets_seeds"))
+    first, second = (rig.start(_draw_seeded).value() for _ in range(2))
+    assert first == second == Rig().call(_draw_seeded)
+
+
+def test_folders_and_archives_that_came_after_the_imports_are_found(
+    make_source: Callable[..., Source],
+    make_forks: Callable[..., ForkRig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, archive = tmp_path / "later", tmp_path / "code.zip"
+    for path in (folder, archive):
+        monkeypatch.syspath_prepend(str(path))
+
+    def write(number: int) -> None:
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr("in_archive.py", f"NUMBER = {number}\n{'# longer' * number}")
+
+    write(1)
+    rig = make_forks(make_source("numpy"))
+    write(200)
+    folder.mkdir()
+    module(str(folder), "in_folder", "NUMBER = 3\n")
+    assert rig.call(_numbers_of, ["in_archive", "in_folder"]) == [200, 3]
 
 
 def test_a_module_of_the_users_begins_in_each_fork(rig: ForkRig, importable: str) -> None:
@@ -858,6 +924,33 @@ def _count() -> tuple[int, float]:
 
     np.seen = getattr(np, "seen", 0) + 1  # type: ignore[attr-defined]
     return np.seen, float(np.random.random())  # type: ignore[attr-defined]
+
+
+def _draw_all() -> tuple[list[float], list[float]]:
+    import random
+
+    import has_generators as library  # type: ignore[import-not-found]
+    import numpy as np
+    import torch
+
+    fixed = [library.FIXED, library.LATER, library.FIXED_STATE, library.FIXED_DRAWS]
+    drawn = [library.OWN.random(), library.STATE.random(), library.DRAWS.random()]
+    drawn += [random.random(), np.random.rand(), torch.rand(1).item()]
+    return drawn, [float(each.random()) for each in fixed]
+
+
+def _draw_seeded() -> list[float]:
+    import random
+
+    import numpy as np
+    import sets_seeds  # type: ignore[import-not-found] # noqa: F401
+    import torch
+
+    return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+
+def _numbers_of(modules: list[str]) -> list[int]:
+    return [importlib.import_module(name).NUMBER for name in modules]
 
 
 def _drawn() -> tuple[float, str]:

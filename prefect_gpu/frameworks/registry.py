@@ -73,6 +73,9 @@ IMPORTED_ON_USE: Mapping[str, str] = dict.fromkeys(
     "torch._dynamo",
 )
 
+#: What the names of variables begin with that such a module reads as it is imported.
+READ_ON_USE = ("TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_LOGS")
+
 #: Distribution packages of each framework; the first installed one gives the version.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch",),
@@ -150,6 +153,7 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
         for part, later in IMPORTED_ON_USE.items()
         if part in walk.parts or any(f"{module}.".startswith(f"{part}.") for module in modules)
     ]
+    on_use = [] if walk.configures else on_use
     return tuple(entry for entry in dict.fromkeys([own, *reached, *on_use]) if entry)
 
 
@@ -219,6 +223,8 @@ class _Walk:
         self._seen: set[int] = set()
         #: Parts of libraries (keys of `IMPORTED_ON_USE`) that the code names.
         self.parts: set[str] = set()
+        #: The code names a variable of `READ_ON_USE`, which it may set before it uses the part.
+        self.configures = False
 
     def modules(self, value: Any) -> Iterator[str]:
         """Yield every import on the walk from `value`, and the module of every function, class and object."""
@@ -255,6 +261,8 @@ class _Walk:
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
             named = {*code.co_names}
+            texts = (text for text in code.co_consts if isinstance(text, str))
+            self.configures |= any(text.startswith(READ_ON_USE) for text in texts)
             self.parts |= {part for part in IMPORTED_ON_USE if named.issuperset(part.split("."))}
         for cell in fn.__closure__ or ():
             with contextlib.suppress(ValueError):  # An empty cell.

@@ -598,7 +598,7 @@ def forkers():
 
 
 for options in ({"start_method": "spawn", "standby": 1}, {"start_method": "auto"}):
-    if importlib.util.find_spec("tensorflow") is None or "start_method" in options:
+    if importlib.util.find_spec("tensorflow") is None or options["start_method"] == "auto":
         tensorflow_forks = torch_forks
     runner = GPUTaskRunner(devices="host", reports=False, **options)
     print("RESULT", *forkers.with_options(task_runner=runner)())

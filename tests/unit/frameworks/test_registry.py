@@ -182,6 +182,7 @@ def test_needed_modules_of_relative_imports():
         "a compiled model": (" torch.compile(0)", True),
         "checkpoints": (" torch.utils.checkpoint.checkpoint(0)", True),
         "a library that trains": (" from lightning import Trainer", True),
+        "that it configures first": (" x = 'TORCH_COMPILE_DISABLE'\n torch.compile(0)", False),
         "another part": (" torch.nn.Linear(1, 1)", False),
         "another module's part": (" optim.minimize(0)", False),
     },

@@ -209,7 +209,9 @@ def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
     from prefect_gpu.cluster.node_agent import NodeSettings
 
     settings = NodeSettings("", devices, "spread", None, None, _settings().ledger, standby=0)
-    snapshots, aside = read_cluster(address, settings)
+    read, aside = read_cluster(address, settings)
+    # Nodes join in any order.
+    snapshots = sorted(read, key=lambda each: (each.device.host, each.device.index))
     if as_json:
         found = {"devices": [*map(_device_json, snapshots)], "set_aside": aside}
         return json.dumps(found, indent=2)

@@ -336,8 +336,10 @@ class Machine:
     def _write_held_bytes(self) -> None:
         """Write the memory of own processes to the ledger where other flows cannot find them by process id."""
         known = self.known
-        if all(device.attributed for device in known.devices) and not known.ledger.held_bytes:
-            return
+        if all(device.attributed for device in known.devices):
+            # Another container's flow may only wait: its requests show that it is there.
+            if len({entry.namespace for entry in known.entries.values()}) < 2:
+                return
         for request_id, ticket in known.placed.items():
             entry = known.entries.get(request_id)
             if entry is None or entry.pid is None:

@@ -339,7 +339,10 @@ def test_a_ledger_that_cannot_be_used_is_named_where_a_task_waits(tmp_path: Path
     assert f"the ledger in {missing} cannot be used" in rig.why(waiting)
 
 
-def test_what_a_process_of_another_container_takes_is_not_foreign(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_a_process_of_another_container_takes_is_not_foreign(
+    tmp_path: Path, alone: bool
+) -> None:
     def in_container(namespace: str) -> Ledger:
         def store() -> HostStore:
             made = HostStore(tmp_path)
@@ -355,12 +358,15 @@ def test_what_a_process_of_another_container_takes_is_not_foreign(tmp_path: Path
     rig.start(theirs, gib=8)
     # Its own counters say so, where the device names no process.
     theirs.stand_in_bytes = 8 * GIB
-    mine = rig.place("mine", 1)
-    rig.start(mine)
-    assert not rig.ledger.view().processes.keys() - {mine.request.id}
+    mine = [] if alone else [rig.place("mine", 1)]
+    for each in mine:
+        rig.start(each)
+    assert not rig.ledger.view().processes.keys() - {each.request.id for each in mine}
+    waiting = rig.submit("beside them", 12)
     # What the other says counts from the next reading on.
-    rig.look()
-    rig.decided(rig.submit("beside them", 12))
+    for _ in range(2):
+        rig.look()
+    rig.decided(waiting)
 
 
 def test_a_task_knows_who_was_on_its_device_with_it(machine: Callable[..., Machine]) -> None:

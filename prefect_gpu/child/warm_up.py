@@ -183,7 +183,7 @@ def _users_files() -> Iterator[tuple[str, str]]:
 
 
 def _find_users(entries: Iterable[str], loaded: Collection[str]) -> str:
-    """Return the problem that a library among `entries` has imported a module of the user's; empty: none has.
+    """Return, as text, that a library among `entries` has imported a module of the user's; empty: no library has.
 
     `loaded` are the names of the modules that this process had before.
     """

@@ -197,13 +197,19 @@ def test_what_the_system_seeds_differs_from_fork_to_fork(
         "OWN, FIXED = random.Random(), random.Random(5)",
         "LATER = random.Random()",
         "LATER.seed(5)",
+        "STATED = random.Random()",
+        "STATED.setstate(FIXED.getstate())",
+        "class Demanding(random.Random):",
+        "    __hash__ = None",
+        "    def seed(self, a, *more): super().seed(a, *more)",
+        "WITHOUT_HASH = Demanding(None)",
         "STATE, FIXED_STATE = np.random.RandomState(), np.random.RandomState(5)",
         "DRAWS, FIXED_DRAWS = np.random.default_rng(), np.random.default_rng(5)",
     )
     module(library, "has_generators", "\n".join(lines))
     rig = make_forks(make_source("numpy", "torch", "has_generators"))
     (first, fixed), (second, again) = (rig.start(_draw_all).value() for _ in range(2))
-    assert len(first) == 6 and not set(first) & set(second)
+    assert len(first) == 7 and not set(first) & set(second)
     assert fixed == again == Rig().call(_draw_all)[1]
 
 
@@ -933,8 +939,13 @@ def _draw_all() -> tuple[list[float], list[float]]:
     import numpy as np
     import torch
 
-    fixed = [library.FIXED, library.LATER, library.FIXED_STATE, library.FIXED_DRAWS]
-    drawn = [library.OWN.random(), library.STATE.random(), library.DRAWS.random()]
+    fixed = [library.FIXED, library.LATER, library.STATED, library.FIXED_STATE, library.FIXED_DRAWS]
+    drawn = [
+        library.OWN.random(),
+        library.WITHOUT_HASH.random(),
+        library.STATE.random(),
+        library.DRAWS.random(),
+    ]
     drawn += [random.random(), np.random.rand(), torch.rand(1).item()]
     return drawn, [float(each.random()) for each in fixed]
 

@@ -6,6 +6,7 @@ Like Prefect's own settings, they come from the environment, `.env`, `prefect.to
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -29,6 +30,9 @@ from typing_extensions import Self
 
 from prefect_gpu.errors import SettingError
 from prefect_gpu.units import SIZES_ACCEPTED, parse_bytes
+
+#: Prefix of all settings in the environment.
+PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 
 def _word(otherwise: str) -> WrapValidator:
@@ -84,9 +88,6 @@ def _read_start_method(given: object) -> object:
     warnings.warn(text, FutureWarning, stacklevel=2)
     return "auto"
 
-
-#: What the names of all settings in the environment begin with.
-PREFIX = "PREFECT_INTEGRATIONS_GPU_"
 
 Standby = Annotated[
     Literal["auto"] | NonNegativeInt,
@@ -189,8 +190,9 @@ class GPUSettings(PrefectBaseSettings):
         return self
 
 
+@functools.cache
 def _check_name(name: str) -> None:
-    """Warn of a variable that is no setting."""
+    """Warn of a variable that is no setting, once: the settings are read several times in a flow."""
     known = [each.upper() for each in GPUSettings.model_fields]
     given = name.upper().removeprefix(PREFIX)
     if given in known:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from prefect_gpu import GPUTaskRunner
+from prefect_gpu import GPUTaskRunner, settings
 from prefect_gpu.errors import SettingError
 from prefect_gpu.settings import PREFIX, GPUSettings
 from prefect_gpu.units import MIB
@@ -163,7 +163,10 @@ def test_a_variable_that_is_no_setting_is_warned_of(
     name: str, says: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv(PREFIX + name, "2")
+    settings._check_name.cache_clear()
     expected = re.escape(f"{PREFIX}{name} is no setting of prefect_gpu; {says}")
     with pytest.warns(UserWarning, match=f"^{expected}") as caught:
         GPUTaskRunner()
     assert [warning.filename for warning in caught] == [__file__]
+    # Said once: another warning would be an error.
+    GPUTaskRunner()

@@ -54,6 +54,11 @@ def first_use(
         kept = bytearray(size_bytes)
     time.sleep(hold_s)
     del kept
+    return times(line, imported, ready)
+
+
+def times(line: float, imported: float, ready: float) -> dict[str, float]:
+    """Return what a body tells: see `first_use`."""
     return {
         "line": line,
         "ready": ready,

@@ -5,9 +5,10 @@ In a module of its own, as what a task's module names is imported before the tas
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
+
+from _bodies import times
 
 
 def first_use(
@@ -30,13 +31,7 @@ def first_use(
     kept.sum().item()
     time.sleep(hold_s)
     del kept
-    return {
-        "line": line,
-        "ready": ready,
-        "import_s": imported - line,
-        "init_s": ready - imported,
-        "pid": os.getpid(),
-    }
+    return times(line, imported, ready)
 
 
 def spawned(queue: Any, *arguments: Any) -> None:

@@ -102,7 +102,7 @@ class Kept:
     sequence: int
     #: Whether the task run is no first run any more, as its next process, if there is one, is none.
     over: bool
-    #: Histories that show a need now, and the need in bytes; `None`: it can be estimated. Empty: none.
+    #: By history: the need in bytes that its runs show now; `None`: the need can be estimated now.
     shown: Mapping[HistoryKey, int | None]
     #: Number of this event.
     number: int

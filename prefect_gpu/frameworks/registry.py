@@ -73,7 +73,7 @@ IMPORTED_ON_USE: Mapping[str, str] = dict.fromkeys(
     "torch._dynamo",
 )
 
-#: What the names of variables begin with that such a module reads as it is imported.
+#: Prefixes of the variables that these modules read at their import.
 READ_ON_USE = ("TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_LOGS")
 
 #: Distribution packages of each framework; the first installed one gives the version.
@@ -148,13 +148,14 @@ def needed_modules(fn: Any) -> tuple[str, ...]:
             reached.remove(own)
             own = ""
     modules = {entry.partition(":")[0] for entry in reached}
-    on_use = [
+    on_use = (
         later
         for part, later in IMPORTED_ON_USE.items()
         if part in walk.parts or any(f"{module}.".startswith(f"{part}.") for module in modules)
-    ]
-    on_use = [] if walk.configures else on_use
-    return tuple(entry for entry in dict.fromkeys([own, *reached, *on_use]) if entry)
+    )
+    if not walk.configures:
+        reached += on_use
+    return tuple(entry for entry in dict.fromkeys([own, *reached]) if entry)
 
 
 def find_in_namespace(module: str, name: str) -> Any:
@@ -223,7 +224,7 @@ class _Walk:
         self._seen: set[int] = set()
         #: Parts of libraries (keys of `IMPORTED_ON_USE`) that the code names.
         self.parts: set[str] = set()
-        #: The code names a variable of `READ_ON_USE`, which it may set before it uses the part.
+        #: Whether the code names a variable of `READ_ON_USE`: it may set the variable before it uses the part.
         self.configures = False
 
     def modules(self, value: Any) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Grant:
         return "estimated" if device_name in self.estimated_from else self.source
 
 
-#: Histories that ask again, as they can be estimated, after one run: those with the nearest values.
+#: Most histories that can be estimated after one run and are told to ask again: those with the nearest values.
 MOST_TOLD = 16
 
 #: Shared by all flows of this Python process: the next flow learns from past runs at once, in whichever store.

@@ -317,7 +317,7 @@ def describe_values(
 def describe_lines(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> str:
-    """Return `HistoryKey.learn_by_lines` of a call: a line for each number that is no secret; empty: there is none."""
+    """Return `HistoryKey.learn_by_lines` of a call, a line for each number that is no secret; empty: no such number."""
     plain = _plain_values(function, names, arguments)
     given = _select(function, names, arguments)
     lines = []
@@ -342,7 +342,7 @@ def _number(value: Any) -> float | None:
 def _plain_values(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return each of some arguments as JSON data, by name in order; empty: an absent key of a `**kwargs`."""
+    """Return some arguments as JSON data, by name in order; the list of an absent key of a `**kwargs` is empty."""
     given = _select(function, names, arguments)
     return {
         name: [_plain(name, name, given[name])] if name in given else []

@@ -113,7 +113,7 @@ class HistoryKey(KeptAsTexts):
     learn_by_words: str = field(default="", compare=False)
     #: Flow that submits the task: two programs on one server may have tasks of one name. `None`: outside a flow.
     flow_name: str | None = None
-    #: `lines` as JSON; empty: no value is a number.
+    #: The property `lines` as JSON; empty: none of the `gpu:learn_by` values is a number.
     learn_by_lines: str = field(default="", compare=False)
 
     def on(self, device_name: str) -> HistoryKey:
@@ -127,7 +127,7 @@ class HistoryKey(KeptAsTexts):
 
     @property
     def task(self) -> tuple[str, str, str | None]:
-        """What all histories of one task in one flow have in common."""
+        """Names of the task, its function and its flow: equal for all histories of one task in one flow."""
         return self.task_name, self.qualified_name, self.flow_name
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 import pynvml
+from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -310,7 +311,7 @@ class Observer(threading.Thread):
         #: Most bytes that NVML ever showed for a process, by its id.
         self.peaks: dict[int, int] = {}
 
-    def __enter__(self) -> Observer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 

@@ -92,11 +92,12 @@ def estimates_of(runs: Mapping[int, PastRun]) -> list[tuple[int, float, bool]]:
     for pair in itertools.combinations(sorted(lessons), 2):
         known = {float(batch): lessons[batch] for batch in pair}
         for batch in sorted(lessons.keys() - set(pair)):
-            made, past = estimate(float(batch), known), runs[batch]
+            made, past = estimate(float(batch), known, known.get), runs[batch]
             if made is not None:
-                off = made.need_bytes - lessons[batch].need_bytes
+                budget = made.budget
+                off = budget.need_bytes - lessons[batch].need_bytes
                 live = past.live_bytes if past.steady_live_bytes is None else past.steady_live_bytes
-                short = made.need_bytes - made.context_bytes < (live or 0)
+                short = budget.need_bytes - budget.context_bytes < (live or 0)
                 found.append((batch, off / (past.process_bytes or 1), short))
     return found
 

@@ -78,6 +78,7 @@ def check(options: argparse.Namespace) -> list[str]:
                 states = [work.submit(return_state=False) for _ in range(AT_ONCE)]
                 found += [future.result(raise_on_failure=False) for future in states]
                 took_s.append(time.monotonic() - began_s)
+                say(f"{len(found)} have ended; the last {AT_ONCE} took {took_s[-1]:.1f} s")
             return found, took_s, standby_pool().pids
 
         try:

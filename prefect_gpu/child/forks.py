@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -29,6 +30,9 @@ from prefect_gpu.processes.interpreter import environment_with
 #: Libraries whose native threads after an import were shown to serve forks: each starts its threads again in a fork
 #: (OpenBLAS, jemalloc). See docs/start.md for the tests.
 WITH_THREADS = frozenset({"numpy", "scipy", "torch", "sklearn"})
+
+#: Seconds after which a fork that computes in OpenMP's threads counts as hung.
+REHEARSAL_S = 5
 
 
 class ThreadWatch:
@@ -63,7 +67,35 @@ def find_problem(watch: ThreadWatch) -> str:
         return f"its libraries have started threads ({', '.join(names[1:])})"
     if watch.found:
         return f"{watch.found} has started threads that are not known to serve a fork"
+    if not _has_usable_openmp():
+        return "a library has computed in OpenMP's threads, for which a fork would wait for ever"
     return ""
+
+
+def _has_usable_openmp() -> bool:
+    """Return whether a fork can compute in the threads of GNU's OpenMP, by trial.
+
+    It cannot if this process has: the pool of a fork names threads that do not exist there.
+    """
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        places = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
+    libraries = [ctypes.CDLL(place) for place in places]
+    if not libraries:
+        return True
+    # The flow may ignore it, and then nobody could wait for the fork.
+    of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = _fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        signal.alarm(REHEARSAL_S)
+        for library in libraries:
+            # A team of two calls a function without an effect.
+            library.GOMP_parallel(ctypes.CDLL(None).getpid, None, 2, 0)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    signal.signal(signal.SIGCHLD, of_flow)
+    return status == 0
 
 
 def serve(control: socket.socket, channel: int) -> int:

@@ -416,6 +416,11 @@ def test_a_fork_that_came_too_late_receives_nothing_of_the_call() -> None:
             "acts_at_import has started threads that are not known to serve a fork",
             id="a native thread",
         ),
+        pytest.param(
+            "import scipy.linalg, torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 20).exp()\n",
+            "a library has computed in OpenMP's threads, for which a fork would wait for ever",
+            id="a team of OpenMP's",
+        ),
         pytest.param("raise ValueError", "acts_at_import could not be imported", id="an error"),
     ],
 )

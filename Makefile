@@ -26,7 +26,9 @@ export IPYTHONDIR := $(CURDIR)/.cache/ipython
 demo: $(STAMP)
 	$(BIN)/python flows/evaluate_models.py
 
-test: lint types quick
+# Types are checked beside the tests, which wait now and then.
+test: lint
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types quick
 
 check: lint types whole bench-tiny docs
 

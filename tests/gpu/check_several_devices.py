@@ -61,7 +61,7 @@ def torch_spawn() -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/rendezvous"
-        torch.multiprocessing.spawn(ddp_worker.train, args=(2, address), nprocs=2)  # type: ignore[attr-defined]
+        torch.multiprocessing.spawn(ddp_worker.train, args=(2, address), nprocs=2)
 
 
 def torchrun() -> Any:

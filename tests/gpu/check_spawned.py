@@ -91,7 +91,7 @@ def in_ddp(devices: int) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(train, args=(devices, port, 5), nprocs=devices)  # type: ignore[attr-defined]
+    torch.multiprocessing.spawn(train, args=(devices, port, 5), nprocs=devices)
     return f"{devices} processes"
 
 

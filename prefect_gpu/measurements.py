@@ -107,6 +107,45 @@ class SeriesBuilder:
         return self._wasted + idle_bytes * max(0.0, until_s - self._until_s)
 
 
+class WorkBuilder:
+    """Adds up what one process computed on its devices. For one thread."""
+
+    def __init__(self) -> None:
+        #: By the device's place: seconds and joules of the last reading.
+        self._last: dict[int, tuple[float, float | None]] = {}
+        self._known_s = self._busy_s = 0.0
+        #: Energy in joules: of each device the part of its energy that is the process's part of its computing; `None`:
+        #: not known.
+        self.energy_j: float | None = None
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """Fraction of the time in which the process's kernels ran, the mean of its devices; `None`: not known."""
+        return self._busy_s / self._known_s if self._known_s else None
+
+    def add(
+        self, at_s: float, device: int, busy: float, of_all: float, energy_j: float | None
+    ) -> None:
+        """Add a reading of a device.
+
+        `busy` is the process's fraction of the time since the last reading, `of_all` that of all processes together,
+        and `energy_j` the device's counter in joules (`None`: unknown).
+        """
+        last = self._last.get(device)
+        self._last[device] = at_s, energy_j
+        if last is None:
+            return
+        self._known_s += at_s - last[0]
+        self._busy_s += busy * (at_s - last[0])
+        if energy_j is not None and last[1] is not None:
+            part = busy / of_all if of_all else 0.0
+            self.energy_j = (self.energy_j or 0.0) + part * (energy_j - last[1])
+
+    def pause(self) -> None:
+        """Leave out the time up to the next reading."""
+        self._last.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A named moment inside the body."""

@@ -123,6 +123,14 @@ def format_seconds(seconds: float | None) -> str:
     return f"{minutes // 60}h {minutes % 60:02d}m".removesuffix(" 00m")
 
 
+def format_joules(joules: float) -> str:
+    """Return an energy as readable text: `850J`, `12.4kJ`, `3.1MJ`."""
+    for unit, factor in (("MJ", 1e6), ("kJ", 1e3)):
+        if joules >= 0.99995 * factor:
+            return f"{joules / factor:.1f}".removesuffix(".0") + unit
+    return f"{joules:.0f}J"
+
+
 def counted(number: int, word: str, plural: str = "") -> str:
     """Return a number with its word: `1 task`, `3 tasks`, `2 histories`. `plural`: the plural, unless it ends in `s`."""
     return f"{number} {word if number == 1 else plural or word + 's'}"

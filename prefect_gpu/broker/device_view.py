@@ -35,6 +35,7 @@ from prefect_gpu.scheduling.model import (
     DeviceKey,
     DeviceKind,
     DeviceSnapshot,
+    DeviceWork,
     Reading,
     Request,
     Reservation,
@@ -424,6 +425,12 @@ class DeviceView:
     def measured_by_pid(self, root_pid: int, device: Device) -> Mapping[int, int]:
         """Return the bytes that a child process and its descendants hold on a device, by process id."""
         return self._by_root.get(device.key, {}).get(root_pid, {})
+
+    def work(self, device: Device) -> DeviceWork | None:
+        """Return what a device's processes computed, from the last reading; `None`: not known."""
+        if self.reading is None or device.key not in self._keys:
+            return None
+        return self.reading.snapshots[self._keys.index(device.key)].work
 
     def compare(self, reading: Reading) -> tuple[list[tuple[Device, str]], list[Note]]:
         """Return newly failed devices with their errors, and log lines about devices that failed, or that work again.

@@ -283,6 +283,7 @@ class Machine:
                     Measured(
                         known.view.measured_bytes(request_id, device),
                         known.view.measured_by_pid(ticket.pid, device),
+                        known.view.work(device),
                     )
                     for device in ticket.devices
                 )

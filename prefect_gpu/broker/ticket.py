@@ -16,7 +16,7 @@ from prefect_gpu.broker.phases import Phase, Trigger
 from prefect_gpu.clock import Clock
 from prefect_gpu.errors import PrefectGPUError
 from prefect_gpu.scheduling.history import HistoryKey
-from prefect_gpu.scheduling.model import Device, DeviceKey, Placement, Request
+from prefect_gpu.scheduling.model import Device, DeviceKey, DeviceWork, Placement, Request
 
 
 class NeedLearned(Exception):  # noqa: N818  # not an error: the request is to be made again
@@ -41,6 +41,8 @@ class Measured:
     total_bytes: int
     #: The same by process id; empty where the device does not attribute memory to processes.
     by_pid: Mapping[int, int] = field(default_factory=dict)
+    #: What all processes of the device computed; `None`: not known.
+    work: DeviceWork | None = None
 
 
 @dataclass

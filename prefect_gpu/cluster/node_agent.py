@@ -464,11 +464,11 @@ class NodeAgent:
 
 
 def is_alike(one: Reading, other: Reading) -> bool:
-    """Return whether two readings have the same figures, with a tolerance of `BUSY_STEP` for `busy_fraction`."""
+    """Return whether two readings are alike, up to `work` and a difference of `BUSY_STEP` in `busy_fraction`."""
     if one.error != other.error or len(one.snapshots) != len(other.snapshots):
         return False
     return all(
-        replace(a, at_s=b.at_s, busy_fraction=b.busy_fraction) == b
+        replace(a, at_s=b.at_s, busy_fraction=b.busy_fraction, work=b.work) == b
         and abs((a.busy_fraction or 0.0) - (b.busy_fraction or 0.0)) < BUSY_STEP
         for a, b in zip(one.snapshots, other.snapshots, strict=True)
     )

@@ -20,7 +20,13 @@ from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, ProcessUse
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceKind,
+    DeviceSnapshot,
+    DeviceWork,
+    ProcessUse,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,9 @@ Handle = Any
 
 #: From here on a figure means "not available": NVML writes the largest unsigned number, no device has half as much.
 _NOT_AVAILABLE_BYTES = 2**63
+
+#: Seconds of a process's utilisation: NVML takes a sample every 1/6 to 1 s, and none of a process that is idle.
+WORK_S = 1.0
 
 #: Seconds between restarts of NVML (tens of milliseconds) while all devices fail. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
@@ -80,6 +89,8 @@ class NvmlReader(DeviceReader):
         self._started = False
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
+        #: By UUID of a device: NVML's time of the newest sample of utilisation (microseconds), and when it was first read.
+        self._sampled: dict[str, tuple[int, float]] = {}
         self._open()
         try:
             self._devices = self._select(tuple(self._enumerate()))
@@ -186,6 +197,7 @@ class NvmlReader(DeviceReader):
             memory = self._read_memory(handle)
             processes = self._read_processes(handle, roots, memory.unified)
             busy_fraction = _read_busy(handle)
+            work = self._read_work(device, handle, roots)
         except pynvml.NVMLError as error:
             self._handles.pop(device.uuid, None)
             if _is_fatal(error):
@@ -199,7 +211,36 @@ class NvmlReader(DeviceReader):
             system_reserved_bytes=memory.reserved_bytes,
             processes=processes,
             busy_fraction=busy_fraction,
+            work=work,
         )
+
+    def _read_work(
+        self, device: Device, handle: Handle, roots: Collection[int]
+    ) -> DeviceWork | None:
+        """Return what a device's processes computed; `None`: unknown (MIG, some drivers, containers)."""
+        if not device.attributed:
+            return None
+        newest_us, seen_s = self._sampled.get(device.uuid, (0, self._clock.now()))
+        since_us = max(0, newest_us - int(WORK_S * 1e6))
+        try:
+            samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since_us)
+        except pynvml.NVMLError as error:
+            _raise_if_lost(error)
+            if error.value not in _codes("NOT_FOUND"):
+                return None
+            samples = ()
+        latest = {each.pid: each for each in sorted(samples, key=lambda each: each.timeStamp)}
+        times_us = [each.timeStamp for each in latest.values()]
+        if max(times_us, default=0) > newest_us:
+            self._sampled[device.uuid] = max(times_us), self._clock.now()
+        elif self._clock.now() - seen_s > WORK_S:
+            # All processes are idle, and the samples are old.
+            latest = {}
+        busy: dict[int | None, float] = {}
+        for pid, sample in latest.items():
+            root = self._table.root_of(pid, roots) if roots else None
+            busy[root] = busy.get(root, 0.0) + min(sample.smUtil, 100) / 100
+        return DeviceWork(busy, _read_energy(handle))
 
     def _read_memory(self, handle: Handle) -> _Memory:
         # Version 2 reports the driver's own part separately. Older drivers have version 1.
@@ -283,11 +324,25 @@ def _read_busy(handle: Handle) -> float | None:
     try:
         percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError as error:
-        if _is_fatal(error) or error.value in _codes("GPU_IS_LOST"):
-            raise
+        _raise_if_lost(error)
         # Only the choice between devices that fit depends on it.
         return None
     return min(percent, 100) / 100
+
+
+def _read_energy(handle: Handle) -> float | None:
+    """Return the energy in joules since the driver was loaded; `None`: unknown (before Volta)."""
+    try:
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+    except pynvml.NVMLError as error:
+        _raise_if_lost(error)
+        return None
+
+
+def _raise_if_lost(error: Any) -> None:
+    """Raise an error that concerns the whole device or NVML, not one question."""
+    if _is_fatal(error) or error.value in _codes("GPU_IS_LOST"):
+        raise error
 
 
 def _running(handle: Handle, function: str) -> Sequence[Any]:

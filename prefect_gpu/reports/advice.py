@@ -45,6 +45,10 @@ LEAK_STEP_BYTES = MIB
 LEAK_STEPS = 4
 LEAK_FRACTION = 0.02
 
+#: A process that computed for a smaller fraction of its time, of at least so many seconds, leaves its device idle.
+IDLE_FRACTION = 0.3
+IDLE_S = 5.0
+
 #: A budget from this fraction of a device on counts as the whole device: driver and headroom take the rest.
 WHOLE_FRACTION = 0.95
 
@@ -91,7 +95,7 @@ def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
         # After other causes a smaller need would not have helped: other processes had taken the memory.
         found += [_fragmentation(report), _leak(report), _TAKE_LESS]
     else:
-        found += [_overshoot(report), _leak(report), _pinched(report, tag)]
+        found += [_overshoot(report), _leak(report), _pinched(report, tag), _idle(report)]
     return tuple(filter(None, found))
 
 
@@ -200,6 +204,17 @@ def _pinched(report: TaskReport, tag: TagAdvice | None) -> str:
     return (
         f"Under its cap of {format_bytes(report.cap_bytes)} the allocator had to give up its cache "
         f"{times} after the first step, which costs time{took}: see if {tag.write_words} is faster."
+    )
+
+
+def _idle(report: TaskReport) -> str:
+    busy = report.busy_fraction
+    # Beside others, a process also waits for its turn.
+    if busy is None or busy >= IDLE_FRACTION or report.run_s < IDLE_S or report.shared_with:
+        return ""
+    return (
+        f"The GPU computed for {busy:.0%} of this task's time and waited for the rest, for the processor or for "
+        "data. More tasks side by side would cost it little."
     )
 
 

@@ -30,7 +30,7 @@ from prefect_gpu.reports.model import (
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, MIB, counted, format_bytes, format_seconds
+from prefect_gpu.units import GIB, MIB, counted, format_bytes, format_joules, format_seconds
 
 #: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, because Prefect's v2 UI renders an
 #: artifact's page twice (3.8.8, two cores).
@@ -178,6 +178,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ("Leaked", _size(report.leaked_bytes, bold="")),
         ("Unused reservation", _unused_percent([report])),
         ("Tag for next time", _tag_words(tag, report)),
+        ("GPU computed", _computed_words([report], "of the time")),
         ("Time", ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in times)),
         ("Suspended", "; ".join(map(_suspension_words, report.suspensions))),
     )
@@ -348,6 +349,8 @@ def flow_markdown(
         parts.append(image(f"Devices of {flow_name or 'the flow'} over time", chart))
         parts += ["### Tags for next time", tags_table(task_tags(reports))]
         parts.append(_flow_waste(reports))
+        if words := _computed_words(reports, "of the time of these tasks"):
+            parts.append(f"**GPUs computed: {words}.**")
     parts += ["### Every task run", _every_run(runs, link)]
     return "\n\n".join(parts) + "\n"
 
@@ -506,6 +509,17 @@ def _device_words(report: TaskReport) -> str:
         for device in report.devices
     ]
     return "; ".join(words) or "none"
+
+
+def _computed_words(reports: Sequence[TaskReport], of: str) -> str:
+    """Return for how much of their bodies' time processes computed, and their energy, as text; empty: not known."""
+    known = [(r.busy_fraction, r.run_s) for r in reports if r.busy_fraction is not None]
+    run_s = sum(seconds for _, seconds in known)
+    if not run_s:
+        return ""
+    busy = sum(fraction * seconds for fraction, seconds in known) / run_s
+    joules = [r.energy_j for r in reports if r.energy_j is not None]
+    return f"{busy:.0%} {of}" + (f", {format_joules(sum(joules))}" if joules else "")
 
 
 def _unused_percent(reports: Sequence[TaskReport]) -> str:

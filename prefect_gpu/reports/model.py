@@ -173,6 +173,11 @@ class TaskReport(Verdict):
     metrics: tuple[tuple[str, float], ...] = ()
     #: Bytes of the allocation that failed when memory ran out. `None`: no out-of-memory, or not known.
     refused_bytes: int | None = None
+    #: Fraction of the body's time in which its kernels ran, the mean of its devices; not the whole of a device need be
+    #: in use then. `None`: not known.
+    busy_fraction: float | None = None
+    #: Energy in joules of its devices, in the process's part of their computing. `None`: not known.
+    energy_j: float | None = None
     #: Times in which the process's memory was on the host. `run_s` excludes these times.
     suspensions: tuple[Suspension, ...] = ()
 
@@ -260,6 +265,7 @@ def _or(word: str, absent: object, kind: Kind) -> Kind:
 
 TEXT, NUMBER, REAL = Kind(str, str), Kind(str, int), Kind(str, float)
 SECONDS = Kind(lambda seconds: f"{seconds:.3f}", float)
+DECIMAL = Kind(lambda value: f"{value:.4f}", float)
 FLAG = Kind(str, lambda text: text == "True")
 WORD = _or("none", "", TEXT)
 #: Bytes of one device. `None`: not known (`SIZE`), or no limit (`LIMIT`).
@@ -335,6 +341,8 @@ FIGURES = (
     Figure("capacity_bytes", SIZE, history="capacity_bytes"),
     Figure("counted_out", FLAG),
     Figure("suspended_s", SECONDS, lambda report: report.suspended_s or None, optional=True),
+    Figure("busy_fraction", DECIMAL, optional=True),
+    Figure("energy_j", DECIMAL, optional=True),
     Figure("steps", NUMBER, "steps.count", optional=True),
     Figure("alloc_retries", NUMBER, "steps.alloc_retries", "alloc_retries", optional=True),
     Figure("alike", FLAG, "steps.alike", optional=True),

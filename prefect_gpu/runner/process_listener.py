@@ -217,6 +217,7 @@ class ProcessListener:
         sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._record.add_reading(at_s, sizes_bytes, self.memory.live_bytes())
         self._record.add_processes([each.by_pid for each in measured])
+        self._record.add_work(at_s, [each.work for each in measured])
         if self._suspendable is not None:
             self._suspendable.take_measurement(at_s, measured)
         if over is not None:

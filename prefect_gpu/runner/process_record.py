@@ -18,6 +18,7 @@ from prefect_gpu.measurements import (
     SeriesBuilder,
     StepFacts,
     Suspension,
+    WorkBuilder,
     largest,
 )
 from prefect_gpu.processes.messages import BodyEnded
@@ -25,7 +26,7 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import BudgetSource, ProcessPeak, Source, TaskReport, Verdict
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.scheduling.model import DeviceKind, Placement
+from prefect_gpu.scheduling.model import DeviceKind, DeviceWork, Placement
 
 #: Most pairs of process and device whose memory is recorded for a body.
 MOST_PROCESSES = 256
@@ -53,6 +54,7 @@ class ProcessRecord:
         #: Guards the private attributes below.
         self._lock = threading.RLock()
         self._series = SeriesBuilder(sum(placement.budget_bytes))
+        self._work = WorkBuilder()
         self._context = ContextWatch()
         self._counted = False
         #: Whether the last counters are from the body's end: their peaks are complete.
@@ -132,6 +134,7 @@ class ProcessRecord:
         """Record at a reading (monotonic seconds) that the process's memory is on the host or being moved."""
         with self._lock:
             self.seen_bytes = 0
+            self._work.pause()
             self._add(at_s, 0, None, None)
 
     def add_suspension(self, suspension: Suspension) -> None:
@@ -149,6 +152,19 @@ class ProcessRecord:
                     key = device, pid
                     if key in self._processes or len(self._processes) < MOST_PROCESSES:
                         self._processes[key] = max(held_bytes, self._processes.get(key, 0))
+
+    def add_work(self, at_s: float, works: Sequence[DeviceWork | None]) -> None:
+        """Record what each device computed, in the placement's order, at a reading (monotonic seconds).
+
+        Only the time of the body counts.
+        """
+        with self._lock:
+            if self.started_s is None or self.ended_s is not None:
+                return
+            for place, work in enumerate(works):
+                if work is not None:
+                    busy, of_all = work.busy.get(self.pid, 0.0), sum(work.busy.values())
+                    self._work.add(at_s, place, busy, of_all, work.energy_j)
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
         """Record the frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
@@ -251,6 +267,8 @@ class ProcessRecord:
                 leaked_bytes=leaked_bytes,
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
+                busy_fraction=self._work.busy_fraction,
+                energy_j=self._work.energy_j,
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
                 suspensions=self._suspensions,
                 placed_at=EPOCH_S + self._placed_s,

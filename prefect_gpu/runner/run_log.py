@@ -203,6 +203,7 @@ def flow_summary(states: Mapping[str, int], reports: Sequence[TaskReport]) -> st
     peaks = sorted(_peaks(reports).items(), key=lambda each: -each[1] / each[0].total_bytes)
     held = [
         f"{device.label}: these tasks held at most {format_bytes(size)} of {format_bytes(device.total_bytes)}"
+        f"{_busy_words(device, reports)}"
         for device, size in peaks
         if size
     ]
@@ -257,6 +258,15 @@ def _tag_lines(tags: Sequence[TaskTags]) -> Iterator[str]:
         else:
             write = most.write_words.replace("`", "")
             yield f"write {write} in the tag of {name} (now {most.budget_words}): {why}"
+
+
+def _busy_words(device: Device, reports: Iterable[TaskReport]) -> str:
+    """Return for how much of the time from the first to the last of its processes a device computed, as text."""
+    known = [r for r in reports if device in r.devices and r.busy_fraction is not None]
+    begun_s = min((r.placed_at for r in known), default=0.0)
+    span_s = max((r.placed_at + r.held_s - begun_s for r in known), default=0.0)
+    busy_s = sum((r.busy_fraction or 0.0) * r.run_s for r in known)
+    return f", and computed for {busy_s / span_s:.0%} of the time" if span_s else ""
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:

@@ -82,6 +82,16 @@ class ProcessUse:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceWork:
+    """How much a device computed, as of one reading."""
+
+    #: Fraction of the time in which kernels of a process ran, by process id of the task's child; `None`: other processes.
+    busy: Mapping[int | None, float] = field(default_factory=dict)
+    #: Energy in joules that the device has taken since its driver was loaded; `None`: not known.
+    energy_j: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceSnapshot:
     """One reading of one device."""
 
@@ -97,6 +107,8 @@ class DeviceSnapshot:
     error: str = ""
     #: Fraction of the time in which the device computed, over the last readings; `None`: not known.
     busy_fraction: float | None = None
+    #: What its processes computed; `None`: not known.
+    work: DeviceWork | None = None
 
     @property
     def used_bytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from prefect_gpu.clock import Clock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import Device, DeviceSnapshot
+from prefect_gpu.scheduling.model import Device, DeviceSnapshot, DeviceWork
 
 #: The other program on a device: process 1 always exists and is never one of our children.
 FOREIGN_PID = 1
@@ -23,10 +23,11 @@ class FakeDevices(SimulatedReader):
 
     def __init__(self, spec: SimulatedDevices, clock: Clock | None = None) -> None:
         super().__init__(spec, clock)
-        #: By UUID: bytes that no process holds, why it fails, how busy it is.
+        #: By UUID: bytes that no process holds, why it fails, how busy it is, what its processes computed.
         self.leaked_bytes: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self.busy: dict[str, float] = {}
+        self.work: dict[str, DeviceWork] = {}
         #: Why no reading can be taken; empty: they can.
         self.broken = ""
 
@@ -42,6 +43,7 @@ class FakeDevices(SimulatedReader):
                 snapshot,
                 error=self.failed.get(snapshot.device.uuid, ""),
                 busy_fraction=self.busy.get(snapshot.device.uuid),
+                work=self.work.get(snapshot.device.uuid),
             )
             for snapshot in super().read(roots)
         )

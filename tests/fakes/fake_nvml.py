@@ -60,6 +60,12 @@ class FakePart:
     #: Percent of the time in which it computed, and what the question answers; `None`: it works.
     busy_percent: int = 0
     busy_error: int | None = None
+    #: Samples of utilisation: process id, time in microseconds, percent; and what the question answers (`None`: it works).
+    work: list[tuple[int, int, int]] = field(default_factory=list)
+    work_error: int | None = None
+    #: Energy counter, and what the question answers.
+    millijoules: int = 0
+    energy_error: int | None = None
     #: Errors of the next listings of processes, one each.
     process_errors: list[int] = field(default_factory=list)
     name_error: int | None = None
@@ -191,6 +197,19 @@ class FakeNvml:
     def nvmlDeviceGetUtilizationRates(self, handle: FakePart) -> SimpleNamespace:
         self._check(handle.error, handle.busy_error)
         return SimpleNamespace(gpu=handle.busy_percent, memory=0)
+
+    def nvmlDeviceGetProcessUtilization(
+        self, handle: FakePart, timeStamp: int
+    ) -> list[SimpleNamespace]:
+        self._check(handle.error, handle.work_error)
+        newer = [each for each in handle.work if each[1] > timeStamp]
+        if not newer:
+            raise FakeNvmlError(6)
+        return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=part) for pid, at, part in newer]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakePart) -> int:
+        self._check(handle.error, handle.energy_error)
+        return handle.millijoules
 
     def _list(self, handle: FakePart, used: dict[int, int | None]) -> list[SimpleNamespace]:
         self._check(handle.error, handle.process_errors.pop(0) if handle.process_errors else None)

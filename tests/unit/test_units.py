@@ -16,6 +16,7 @@ from prefect_gpu.units import (
     TIB,
     counted,
     format_bytes,
+    format_joules,
     format_seconds,
     parse_bytes,
     parse_duration,
@@ -114,6 +115,21 @@ def test_bytes_are_written_as_readable_text(size_bytes: float | None, text: str)
 )
 def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("joules", "text"),
+    [
+        (0, "0J"),
+        (850.4, "850J"),
+        (999.4, "999J"),
+        (999.99, "1kJ"),
+        (12_440, "12.4kJ"),
+        (3.1e6, "3.1MJ"),
+    ],
+)
+def test_energy(joules: float, text: str) -> None:
+    assert format_joules(joules) == text
 
 
 @given(st.floats(0, 1e6))

@@ -25,6 +25,7 @@ from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
     DeviceSnapshot,
+    DeviceWork,
     ProcessUse,
     Request,
     Reservation,
@@ -162,6 +163,18 @@ def test_a_busy_device_is_passed_over_while_another_fits() -> None:
     rig = Rig("2x24GiB")
     rig.reader.busy["SIM-0"] = 0.95
     assert [indices(rig.place(name, 6)) for name in "abcde"] == [[1], [1], [1], [1], [0]]
+
+
+def test_a_reading_tells_a_task_what_its_devices_computed() -> None:
+    rig = Rig("2x24GiB")
+    rig.reader.work["SIM-1"] = work = DeviceWork({7: 0.5}, 100.0)
+    told = []
+    tickets = [rig.place(name, 6, devices=(name,)) for name in "01"]
+    for ticket in tickets:
+        ticket.on_measured = lambda at_s, found: told.append([each.work for each in found])
+        rig.start(ticket)
+    rig.broker.look()
+    assert told[-2:] == [[None], [work]]
 
 
 def test_a_short_task_passes_a_blocked_one_that_it_does_not_delay() -> None:

@@ -32,7 +32,7 @@ from prefect_gpu.cluster.flow_side import (
     Nodes,
     RemoteHandle,
 )
-from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings
+from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings, is_alike
 from prefect_gpu.cluster.wire import Expect, NodeFacts, OpenFile, SharedResult, can_share
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError
@@ -45,13 +45,21 @@ from prefect_gpu.processes.launch_spec import (
     ValueArrived,
 )
 from prefect_gpu.processes.messages import Answered, Asked, BodyStarted
-from prefect_gpu.scheduling.model import Device, Probe, Request
+from prefect_gpu.scheduling.model import (
+    Device,
+    DeviceSnapshot,
+    DeviceWork,
+    Probe,
+    Reading,
+    Request,
+)
 from prefect_gpu.suspension.suspended import REFUSED
 from prefect_gpu.units import GIB
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import write_file
 from tests.unit.cluster.cluster_rig import FakeStore, Heard, place_on, spec_for
 from tests.unit.cluster.test_expected import KIND, POLICY, FakePool
+from tests.unit.scheduling.values import device
 
 needs_files = pytest.mark.skipif(not transport.AVAILABLE, reason="no memory files on this system")
 
@@ -487,3 +495,19 @@ def test_a_node_whose_devices_cannot_be_opened_says_why(
     wait_until(lambda: bool(agent._heard))
     nodes.take("n1", agent.listen(0, 0.0))
     assert isinstance(heard.next().error, NodeRefusedError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ({"at_s": 2.0}, True),
+        ({"work": DeviceWork({7: 0.5}, 9.0)}, True),
+        ({"busy_fraction": 0.02}, True),
+        ({"busy_fraction": 0.5}, False),
+        ({"free_bytes": 1}, False),
+    ],
+)
+def test_readings_that_are_alike_are_sent_once(changes: dict[str, Any], alike: bool) -> None:
+    snapshot = DeviceSnapshot(device(), 1.0, 5 * GIB)
+    changed = replace(snapshot, **changes)
+    assert is_alike(Reading(1.0, (snapshot,), 0), Reading(2.0, (changed,), 0)) is alike

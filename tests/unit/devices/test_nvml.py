@@ -12,7 +12,7 @@ from prefect_gpu.devices.host import HostMemory
 from prefect_gpu.devices.nvml import REOPEN_INTERVAL_S, NvmlReader
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import DeviceSnapshot, ProcessUse
+from prefect_gpu.scheduling.model import DeviceSnapshot, DeviceWork, ProcessUse
 from tests.fakes.fake_nvml import GIB, MIB, FakeGpu, FakeNvml, FakePart
 from tests.fakes.fake_processes import FakeProcesses
 
@@ -302,3 +302,71 @@ def test_busy(rig: Rig, percent: int, code: int | None, busy: float | None, erro
     rig.nvml.gpus[0].busy_percent, rig.nvml.gpus[0].busy_error = percent, code
     (snapshot,) = rig.read()
     assert (snapshot.busy_fraction, snapshot.error) == (busy, error)
+
+
+# What processes computed.
+
+
+def work_of(reader: NvmlReader) -> DeviceWork | None:
+    (snapshot,) = reader.read(ROOTS)
+    assert snapshot.error == ""
+    return snapshot.work
+
+
+def test_the_newest_sample_of_each_process_counts_for_its_root(rig: Rig) -> None:
+    gpu = rig.nvml.gpus[0]
+    gpu.work = [
+        (100, 5_000_000, 90),
+        (101, 6_000_000, 20),
+        (100, 6_000_000, 30),
+        (300, 5_900_000, 7),
+    ]
+    gpu.millijoules = 12_500
+    work = work_of(rig.reader())
+    assert work == DeviceWork({100: pytest.approx(0.5), None: 0.07}, 12.5)
+
+
+def test_a_process_without_a_new_sample_computes_for_a_second_and_is_idle_then(rig: Rig) -> None:
+    """The driver takes a sample less often than devices are read, and none of idle processes."""
+    reader, gpu = rig.reader(), rig.nvml.gpus[0]
+    gpu.work = [(100, 5_000_000, 40)]
+    assert work_of(reader) == DeviceWork({100: 0.4}, 0.0)
+    rig.clock.advance(0.9)
+    assert work_of(reader) == DeviceWork({100: 0.4}, 0.0)
+    rig.clock.advance(0.2)
+    assert work_of(reader) == DeviceWork({}, 0.0)
+    # Another's samples go on, which says the same.
+    gpu.work = [(100, 5_000_000, 40), (200, 7_000_000, 80)]
+    assert work_of(reader) == DeviceWork({100: 0.4, 200: 0.8}, 0.0)
+    assert work_of(reader) == DeviceWork({200: 0.8}, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "work"),
+    [
+        pytest.param({}, DeviceWork({}, 0.0), id="idle"),
+        pytest.param({"work_error": 3}, None, id="not supported, as on MIG instances"),
+        pytest.param({"work_error": 999}, None, id="another error sets no device aside"),
+        pytest.param({"energy_error": 3}, DeviceWork({}, None), id="no energy"),
+        pytest.param({"work": [(100, 5, 400)]}, DeviceWork({100: 1.0}, 0.0), id="above all of it"),
+    ],
+)
+def test_work(rig: Rig, changes: dict[str, Any], work: DeviceWork | None) -> None:
+    for name, value in changes.items():
+        setattr(rig.nvml.gpus[0], name, value)
+    assert work_of(rig.reader()) == work
+
+
+@pytest.mark.parametrize("question", ["work_error", "energy_error"])
+def test_a_device_that_is_lost_as_it_is_asked_for_its_work_is_set_aside(
+    rig: Rig, question: str
+) -> None:
+    setattr(rig.nvml.gpus[0], question, 15)
+    (snapshot,) = rig.read()
+    assert snapshot.error == "GPU is lost (NVML error 15)"
+
+
+def test_in_a_container_the_work_of_processes_is_not_known(rig: Rig) -> None:
+    rig.processes.initial_namespace = False
+    rig.nvml.gpus[0].work = [(100, 5, 40)]
+    assert work_of(rig.reader()) is None

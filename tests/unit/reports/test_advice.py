@@ -251,3 +251,18 @@ def test_the_most_useful_advice_comes_first() -> None:
     words = ("its cap", "expandable", "leak", "smaller batch")
     assert len(found) == len(words)
     assert all(word in sentence for word, sentence in zip(words, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"busy_fraction": 0.03}, "The GPU computed for 3% of this task's time and waited"),
+        ({"busy_fraction": 0.3}, ""),
+        ({"busy_fraction": 0.03, "run_s": 4.0}, ""),
+        # Those beside it have their turn.
+        ({"busy_fraction": 0.03, "shared_with": ("other",)}, ""),
+    ],
+)
+def test_a_process_that_leaves_its_device_idle(changes: dict[str, Any], says: str) -> None:
+    found = about(quiet(**changes), "computed")
+    assert [sentence[: len(says)] for sentence in found] == ([says] if says else [])

@@ -114,6 +114,11 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
             {"budget_source": "estimated", "estimated_from": "batch_size 16, 32"},
             "| Budget | **6GiB**, estimated from batch_size 16, 32 |",
         ),
+        (
+            {"busy_fraction": 0.31, "energy_j": 12_400.0},
+            "| GPU computed | 31% of the time, 12.4kJ |",
+        ),
+        ({"busy_fraction": 0.31}, "| GPU computed | 31% of the time |"),
         ({}, "**Completed in 41.2s: it needed 5.5GiB of its 6GiB budget (92%).**"),
         ({"outcome": "oom"}, "**Ran out of memory after 41.2s: it had taken 5.5GiB of its 6GiB"),
         (
@@ -475,3 +480,12 @@ def test_the_report_of_a_flow_of_500_task_runs_is_below_500_kilobytes() -> None:
     assert all(f"| {number + 1} | [evaluate-" in table for number in range(0, 500, 5))
     assert table.count("[evaluate-") == 300
     assert "… and 200 more task runs, not shown." in table
+
+
+def test_the_report_of_a_flow_says_for_how_much_of_the_time_gpus_computed() -> None:
+    busy = task_report(busy_fraction=0.9, run_s=30.0, energy_j=9000.0)
+    idle = task_report(busy_fraction=0.1, run_s=10.0, energy_j=500.0, task_run_id=UUID(int=2))
+    unknown = task_report(task_run_id=UUID(int=3))
+    text = flow_markdown([busy, idle, unknown])
+    assert "**GPUs computed: 70% of the time of these tasks, 9.5kJ.**" in text
+    assert "GPUs computed" not in flow_markdown([unknown])

@@ -21,7 +21,7 @@ from prefect_gpu.reports.model import ProcessPeak, TaskReport, Verdict, past_run
 from prefect_gpu.runner.process_record import MOST_PROCESSES, ProcessRecord
 from prefect_gpu.scheduling.history import HistoryKey, learn
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.scheduling.model import DeviceKind, Placement
+from prefect_gpu.scheduling.model import DeviceKind, DeviceWork, Placement
 from prefect_gpu.units import GIB, MIB
 from tests.cases import cases
 from tests.unit.scheduling.values import device
@@ -364,3 +364,73 @@ def test_a_device_whose_figures_are_not_attributed_is_not_named_as_the_source(
     run = past_run(report)
     assert run.process_bytes == (peak_gib * GIB or None)
     assert learn([replace(run, outcome="completed")]) is None or counted
+
+
+# What it computed.
+
+
+def works(busy: dict[int | None, float], energy_j: float | None = 0.0) -> list[DeviceWork | None]:
+    return [DeviceWork(busy, energy_j)]
+
+
+def test_a_process_computes_for_a_part_of_its_bodys_time_and_takes_its_part_of_the_energy() -> None:
+    learned = record()
+    learned.pid = 7
+    learned.add_work(0.5, works({7: 1.0}))
+    learned.started_s = 1.0
+    learned.add_work(1.0, works({7: 1.0}, 100.0))
+    # Alone, beside another, and idle.
+    learned.add_work(2.0, works({7: 0.5}, 300.0))
+    learned.add_work(4.0, works({7: 0.25, None: 0.75}, 700.0))
+    learned.add_work(5.0, works({8: 1.0}, 900.0))
+    learned.ended_s = 5.0
+    learned.add_work(9.0, works({7: 1.0}, 9000.0))
+    made = made_of(learned)
+    assert made.busy_fraction == pytest.approx((0.5 + 2 * 0.25) / 4)
+    assert made.energy_j == pytest.approx(200 + 400 * 0.25)
+
+
+def test_the_time_of_a_suspension_is_left_out() -> None:
+    learned = record()
+    learned.pid, learned.started_s = 7, 0.0
+    learned.add_work(0.0, works({7: 1.0}, 0.0))
+    learned.add_work(1.0, works({7: 1.0}, 10.0))
+    learned.add_absence(1.5)
+    learned.add_work(31.0, works({7: 1.0}, 9000.0))
+    learned.add_work(32.0, works({7: 0.0}, 9000.0))
+    made = made_of(learned)
+    assert (made.busy_fraction, made.energy_j) == (0.5, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("readings", "busy", "energy"),
+    [
+        pytest.param([], None, None, id="no reading"),
+        pytest.param([[None], [None]], None, None, id="the driver does not say"),
+        pytest.param([works({7: 0.4}, None)] * 2, 0.4, None, id="no counter of energy"),
+        pytest.param([works({}, 5.0), works({}, 9.0)], 0.0, 0.0, id="nothing computed"),
+        pytest.param([works({7: 0.4}), [None], works({7: 0.4})], 0.4, 0.0, id="a reading failed"),
+    ],
+)
+def test_work_that_is_not_known(
+    readings: list[list[DeviceWork | None]], busy: float | None, energy: float | None
+) -> None:
+    learned = record()
+    learned.pid, learned.started_s = 7, 0.0
+    for at, each in enumerate(readings):
+        learned.add_work(float(at), each)
+    made = made_of(learned)
+    assert (made.busy_fraction, made.energy_j) == (busy, energy)
+
+
+def test_the_work_on_several_devices_is_their_mean() -> None:
+    devices = device(), device(1)
+    learned = ProcessRecord(Placement("1", devices, (6 * GIB, 6 * GIB)), 0.0, 0.0)
+    learned.pid, learned.started_s = 7, 0.0
+    for at in range(3):
+        energy = 10.0 * at
+        learned.add_work(
+            float(at), [DeviceWork({7: 1.0}, energy), DeviceWork({7: 0.5, None: 0.5}, energy)]
+        )
+    made = made_of(learned)
+    assert (made.busy_fraction, made.energy_j) == (0.75, 30.0)

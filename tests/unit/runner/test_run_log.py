@@ -202,3 +202,10 @@ def test_a_summary_is_short_however_many_tasks_there_are() -> None:
 
 def test_task_runs_without_a_process_are_counted() -> None:
     assert flow_summary({"Cached": 3}, []) == "GPU task runs: 3 Cached"
+
+
+def test_a_summary_says_for_how_much_of_the_time_a_device_computed() -> None:
+    one = replace(task_report(), busy_fraction=0.5, run_s=40.0, samples=(), start_s=0.0)
+    later = replace(one, placed_at=one.placed_at + 60.0)
+    said = flow_summary({"Completed": 2}, [one, later])
+    assert "these tasks held at most 5.5GiB of 140GiB, and computed for 40% of the time" in said

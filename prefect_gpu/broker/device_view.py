@@ -249,6 +249,8 @@ class DeviceView:
         self._growths: dict[DeviceKey, dict[str, Growth]] = {}
         #: By device and child process: bytes of that process and its descendants, by process id.
         self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
+        #: By device: what its processes computed.
+        self._works: dict[DeviceKey, DeviceWork | None] = {}
         #: Monotonic seconds when the states of all devices were last dropped.
         self._all_s = float("-inf")
         #: States of the devices, and the reservations that each was computed for (`None`: not computed yet).
@@ -273,7 +275,7 @@ class DeviceView:
             self._growths = {key: each for key, each in self._growths.items() if key in there}
         # On a cluster most snapshots are unchanged, since only some nodes have sent new ones.
         if keys != self._keys or self._came_s - self._all_s >= KEPT_S:
-            before, self._all_s, self._by_root = (), self._came_s, {}
+            before, self._all_s, self._by_root, self._works = (), self._came_s, {}, {}
             self._states = [DeviceState(snapshot, 0, 0, 0) for snapshot in reading.snapshots]
             self._computed_for = [None] * len(self._keys)
         computed_for = list(self._computed_for)
@@ -288,6 +290,7 @@ class DeviceView:
                     of_root = by_root.setdefault(use.root_pid, {})
                     of_root[use.pid] = of_root.get(use.pid, 0) + use.used_bytes
             self._by_root[snapshot.device.key] = by_root
+            self._works[snapshot.device.key] = snapshot.work
         self._computed_for = computed_for
 
     def compute_again(self, devices: Iterable[Device]) -> None:
@@ -428,9 +431,7 @@ class DeviceView:
 
     def work(self, device: Device) -> DeviceWork | None:
         """Return what a device's processes computed, from the last reading; `None`: not known."""
-        if self.reading is None or device.key not in self._keys:
-            return None
-        return self.reading.snapshots[self._keys.index(device.key)].work
+        return self._works.get(device.key)
 
     def compare(self, reading: Reading) -> tuple[list[tuple[Device, str]], list[Note]]:
         """Return newly failed devices with their errors, and log lines about devices that failed, or that work again.

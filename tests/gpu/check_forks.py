@@ -70,7 +70,7 @@ def check(options: argparse.Namespace) -> list[str]:
             return work.submit().result()[0]
 
         @flow(task_runner=GPUTaskRunner(start_method="auto", max_processes=AT_ONCE, **given))
-        def forked(work: Any = work, rounds: int = min(most, options.rounds)) -> Any:
+        def forked(wanted: Any, work: Any = work, rounds: int = min(most, options.rounds)) -> Any:
             found: list[Any] = []
             took_s: list[float] = []
             for _ in range(rounds):
@@ -78,7 +78,8 @@ def check(options: argparse.Namespace) -> list[str]:
                 states = [work.submit(return_state=False) for _ in range(AT_ONCE)]
                 found += [future.result(raise_on_failure=False) for future in states]
                 took_s.append(time.monotonic() - began_s)
-                say(f"{len(found)} have ended; the last {AT_ONCE} took {took_s[-1]:.1f} s")
+                same = sum(isinstance(each, tuple) and each[0] == wanted for each in found)
+                say(f"{same} of {len(found)} as fresh; the last {AT_ONCE} took {took_s[-1]:.1f} s")
             return found, took_s, standby_pool().pids
 
         try:
@@ -86,7 +87,7 @@ def check(options: argparse.Namespace) -> list[str]:
         except Exception as error:
             problems.append(f"{name}: it fails in a fresh interpreter, too: {error!r}")
             continue
-        found, took_s, sources = forked()
+        found, took_s, sources = forked(wanted)
         values = collections.Counter(
             repr(each[0] if isinstance(each, tuple) else each) for each in found
         )

@@ -51,6 +51,14 @@ def read_memory(text: str) -> int | float:
     return size
 
 
+def read_percentage(text: str) -> float:
+    """Return the fraction of a text such as `50%`; raise `ValueError`."""
+    fraction = parse_size(text) if text.endswith("%") else 0
+    if not isinstance(fraction, float) or fraction <= 0:
+        raise ValueError(f"{text!r} is not a percentage")
+    return fraction
+
+
 def read_wait(text: str) -> float:
     """Return the seconds of a text such as `10m`; raise `ValueError` unless they are positive and finite."""
     seconds = parse_duration(text)
@@ -141,10 +149,10 @@ def read_share(text: str) -> FrameworkShare:
         return FrameworkShare(name)
     if name == "none":
         raise ValueError("none has no share")
-    fraction = parse_size(share) if share.endswith("%") else 0
-    if not isinstance(fraction, float) or fraction <= 0:
-        raise ValueError(f"share {share!r} is not a percentage")
-    return FrameworkShare(name, fraction)
+    try:
+        return FrameworkShare(name, read_percentage(share))
+    except ValueError as error:
+        raise ValueError(f"share {share!r} is not a percentage") from error
 
 
 def read_parameter(text: str) -> str:
@@ -218,6 +226,8 @@ class GPUPolicy:
     wait_s: float | None = None
     #: CPU threads that the frameworks may start. `None`: the runner's share of the cores.
     cpus: int | None = None
+    #: Part of the device's multiprocessors that the task may use, in (0, 1]; under MPS only. `None`: all.
+    compute: float | None = None
     #: Names of parameters; each combination of their values has a history of its own.
     learn_by: tuple[str, ...] = ()
     #: Names of the nodes of a cluster that the task may use, sorted. Empty: any.
@@ -355,6 +365,7 @@ def gpu(
     preemptible: bool = False,
     wait: str | float | None = None,
     cpus: int | None = None,
+    compute: str | None = None,
     learn_by: str | Sequence[str] | None = None,
     node: str | Sequence[str] | None = None,
     **unknown: NoReturn,
@@ -382,6 +393,7 @@ def gpu(
             or to another device to make room. The task loses no step. Without effect on a cluster.
         wait: Fail if the task got no device after this long: `"10m"`, or a number of seconds.
         cpus: CPU threads that the frameworks may start.
+        compute: Part of the device's multiprocessors that the task may use, `"50%"`; with `sharing="mps"` only.
         learn_by: Names of parameters; each combination of their values has a history of its own. Values are numbers,
             text, booleans, `None`, enums, paths, and tuples or lists of these. For a new number, the budget is estimated
             from other values.
@@ -418,6 +430,7 @@ def gpu(
         "priority": priority,
         "wait": wait,
         "cpus": cpus,
+        "compute": compute,
     }.items():
         if value is not None:
             tags.append(f"gpu:{key}={value}")
@@ -585,6 +598,7 @@ _KEYS = (
     _Key("preemptible", lambda _: True, "gpu:preemptible", bare=True),
     _Key("wait", read_wait, DURATIONS_ACCEPTED),
     _Key("cpus", whole(1), "a whole number from 1, as in gpu:cpus=4"),
+    _Key("compute", read_percentage, "a percentage above 0 and up to 100, as in gpu:compute=50%"),
     _Key(
         "learn_by",
         read_parameter,

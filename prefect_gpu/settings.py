@@ -140,6 +140,11 @@ class GPUSettings(PrefectBaseSettings):
         description="How the process of a task starts: auto, as a fork of a fresh interpreter that has imported the "
         "task's libraries and done nothing else, where such forks were shown to work; or spawn, as a fresh interpreter.",
     )
+    sharing: Annotated[Literal["time", "mps"], _word("neither 'time' nor 'mps'")] = Field(
+        default="time",
+        description="How tasks that share a GPU compute: time, by turns; or mps, at the same time, as clients of NVIDIA's "
+        "Multi-Process Service.",
+    )
     ledger: Annotated[Path | None, BeforeValidator(_read_ledger)] = Field(
         default=None,
         description="Folder of the ledger in which all flows of the machine see what the others have reserved, on "

@@ -45,6 +45,8 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         start_method: `"auto"` (the default): each process is a fork of a fresh interpreter that has imported the task's
             libraries and done nothing else, on Linux, for frameworks whose forks were shown to work (docs/start.md); else
             as with `"spawn"`: each process is a fresh interpreter.
+        sharing: How tasks that share a GPU compute: `"time"` (the default), by turns; or `"mps"`, at the same time, as
+            clients of NVIDIA's Multi-Process Service (docs/sharing.md).
         memory_snapshots: Folder for PyTorch's memory snapshots: each PyTorch task records what it allocates, with
             stacks, and writes `<task run id>-<attempt>.pickle` there if it runs out of memory. `None`: no snapshots.
         address: Ray cluster whose devices are used in place of this machine's: `"auto"`, `"host:port"` or
@@ -70,6 +72,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         memory_snapshots: str | Path | None = None,
         address: str | None = None,
         num_gpus: float | None = None,
+        sharing: Literal["time", "mps"] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if sys.platform == "win32":
@@ -88,6 +91,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             "memory_snapshots": memory_snapshots,
             "address": address,
             "num_gpus": num_gpus,
+            "sharing": sharing,
         }
         given = {name: value for name, value in given.items() if value is not None}
         settings = read_settings(**given)

@@ -72,7 +72,7 @@ class SuspendableProcess:
     """The process of a placed request.
 
     `send` sends a message to the process, `tell` to the engine's thread; `say` writes to the task run's log;
-    `add_suspension` adds to the task run's report.
+    `add_suspension` adds to the task run's report. `is_client`: whether it is a client of MPS (`None`: not known).
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class SuspendableProcess:
         tell: Callable[[SuspensionMessage], None],
         say: Callable[[str], None],
         add_suspension: Callable[[Suspension], None],
+        is_client: bool | None = None,
     ) -> None:
         self._broker = broker
         self._ticket = ticket
@@ -92,6 +93,7 @@ class SuspendableProcess:
         self._tell = tell
         self._say = say
         self._add_suspension = add_suspension
+        self._is_client = is_client
         #: Frameworks that the process has used so far, by its last counters.
         self._frameworks: tuple[str, ...] = ()
         #: Whether the body has begun, so that a thread in the process answers messages.
@@ -137,7 +139,7 @@ class SuspendableProcess:
             processes=len(held),
             frameworks=self._frameworks,
             host_available_bytes=read_host_available_bytes(),
-            mps=mps_runs(),
+            mps=mps_runs() if self._is_client is None else self._is_client,
             lost_before=self._task_key in lost_tasks(),
         )
 

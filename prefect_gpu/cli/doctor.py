@@ -30,6 +30,7 @@ from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import StoreError
 from prefect_gpu.devices.nvml import NvmlMissingError, NvmlReader
 from prefect_gpu.errors import DeviceError, SettingError
+from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import import_paths
 from prefect_gpu.reports.published import correct_address
 from prefect_gpu.settings import read_settings
@@ -137,7 +138,11 @@ def check_driver() -> tuple[list[Finding], int]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         with contextlib.closing(NvmlReader(visible)) as reader:
-            return judge_devices(reader.read(()), visible)
+            found, gpus = judge_devices(reader.read(()), visible)
+            program = "" if shutil.which(mps.CONTROL) else f"{mps.CONTROL} is not found in PATH"
+            if problem := reader.mps_refusal() or program:
+                found.append(Finding("mps", "note", f"sharing='mps' has no effect here: {problem}"))
+            return found, gpus
     except NvmlMissingError as error:
         fix = (
             "tasks run on the host's memory. On a machine with NVIDIA GPUs install the driver; start containers with "

@@ -91,6 +91,8 @@ class NvmlReader(DeviceReader):
         self._reopen_due_s: float | None = None
         #: By UUID of a device: NVML's time of the newest sample of utilisation (microseconds), and when it was first read.
         self._sampled: dict[str, tuple[int, float]] = {}
+        #: Indices of GPUs that are not in the default compute mode, in which any number of processes may compute.
+        self._restricted: list[int] = []
         self._open()
         try:
             self._devices = self._select(tuple(self._enumerate()))
@@ -121,6 +123,15 @@ class NvmlReader(DeviceReader):
             with contextlib.suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
 
+    def mps_refusal(self) -> str:
+        """See `DeviceReader.mps_refusal`."""
+        if any(device.uuid.startswith("MIG-") for device in self._devices):
+            return "its devices are MIG instances"
+        for device in self._devices:
+            if device.nvml_index in self._restricted:
+                return f"GPU {device.nvml_index} is not in the default compute mode"
+        return ""
+
     def _open(self) -> None:
         if self._started:
             return
@@ -143,6 +154,8 @@ class NvmlReader(DeviceReader):
                 gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
                 gpu_uuid = pynvml.nvmlDeviceGetUUID(gpu)
                 gpu_name = pynvml.nvmlDeviceGetName(gpu)
+                if _read_compute_mode(gpu) != pynvml.NVML_COMPUTEMODE_DEFAULT:
+                    self._restricted.append(gpu_index)
                 for handle, ids in _parts(gpu):
                     uuid = gpu_uuid if ids is None else pynvml.nvmlDeviceGetUUID(handle)
                     device = Device(
@@ -328,6 +341,14 @@ def _read_busy(handle: Handle) -> float | None:
         # Only the choice between devices that fit depends on it.
         return None
     return min(percent, 100) / 100
+
+
+def _read_compute_mode(gpu: Handle) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetComputeMode(gpu))
+    except pynvml.NVMLError as error:
+        _raise_if_lost(error)
+        return int(pynvml.NVML_COMPUTEMODE_DEFAULT)
 
 
 def _read_energy(handle: Handle) -> float | None:

@@ -69,5 +69,9 @@ class DeviceReader:
         """Return a record for a new process's memory on some devices, for any thread. `budget_bytes=None`: no cap."""
         return ProcessMemory(self.kind)
 
+    def mps_refusal(self) -> str:
+        """Return why processes on these devices cannot be clients of MPS, for any thread; empty: they can."""
+        return "MPS is for NVIDIA GPUs of this machine"
+
     def close(self) -> None:
         """Close the reader; the next reading opens it again."""

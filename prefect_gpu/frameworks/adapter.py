@@ -109,7 +109,9 @@ def _applies_late(name: str, old: str | None) -> bool:
         return old is None or old.strip() not in ("", "-1", "NoDevFiles")
     # Prefect's settings are sent with the run, and take precedence over the environment. pytest tells in a variable of
     # its own which test runs.
-    return name in ("CUDA_DEVICE_ORDER", "PYTEST_CURRENT_TEST") or name.startswith("PREFECT_")
+    # The driver reads those of MPS at its start.
+    late = ("CUDA_DEVICE_ORDER", "PYTEST_CURRENT_TEST")
+    return name in late or name.startswith(("PREFECT_", "CUDA_MPS_"))
 
 
 AllocationMode = Literal["limit", "growth", "all"]

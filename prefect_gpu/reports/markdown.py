@@ -153,6 +153,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ("Device", _device_words(report)),
         ("Values", escape(report.learn_by, 200)),
         *((f"Result: {escape(name)}", f"{x:.6g}") for name, x in report.metrics[:METRIC_LIMIT]),
+        ("Sharing", "at the same time as others, by MPS" if report.sharing else ""),
         ("Shared with", escape(", ".join(report.shared_with), 500)),
         (
             "Budget",

@@ -173,6 +173,8 @@ class TaskReport(Verdict):
     metrics: tuple[tuple[str, float], ...] = ()
     #: Bytes of the allocation that failed when memory ran out. `None`: no out-of-memory, or not known.
     refused_bytes: int | None = None
+    #: "mps": it was a client of MPS. `None`: it shared its device by time.
+    sharing: Literal["mps"] | None = None
     #: Fraction of the body's time in which its kernels ran, the mean of its devices; not the whole of a device need be
     #: in use then. `None`: not known.
     busy_fraction: float | None = None
@@ -341,6 +343,7 @@ FIGURES = (
     Figure("capacity_bytes", SIZE, history="capacity_bytes"),
     Figure("counted_out", FLAG),
     Figure("suspended_s", SECONDS, lambda report: report.suspended_s or None, optional=True),
+    Figure("sharing", TEXT, optional=True),
     Figure("busy_fraction", DECIMAL, optional=True),
     Figure("energy_j", DECIMAL, optional=True),
     Figure("steps", NUMBER, "steps.count", optional=True),

@@ -35,14 +35,14 @@ from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.child.channel import current_channel
 from prefect_gpu.devices.host import count_cores, read_machine
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
+from prefect_gpu.devices.shared_folder import SharedFolder, default_folder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
 from prefect_gpu.engine.tag_limits import TagLimits
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.engine.tracebacks import CallingLine, calling_line
-from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
+from prefect_gpu.errors import CapacityError, DeviceError, PolicyError, ProtocolError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
 from prefect_gpu.live.view import live_view
@@ -50,6 +50,7 @@ from prefect_gpu.policy import is_split_text, near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
+from prefect_gpu.processes.mps import MpsDaemon, MpsError
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_plan import most_by_default
 from prefect_gpu.processes.standby_pool import standby_pool
@@ -111,6 +112,8 @@ class Configuration:
     reports: bool
     standby: int | str
     start_method: str
+    #: How tasks of a device compute: "time" or "mps".
+    sharing: str = "time"
     #: `None`: no memory snapshots.
     memory_snapshots: Path | None = None
     #: Address of a Ray cluster; empty: this machine.
@@ -173,6 +176,10 @@ class ActiveRunner:
         self._cluster: FlowCluster | None = None
         #: Why the connection to the cluster failed; `None`: not tried, or connected.
         self._no_cluster: DeviceError | None = None
+        self._mps_lock = threading.Lock()
+        self._mps: MpsDaemon | None = None
+        #: Whether MPS was wanted and cannot be used.
+        self._no_mps = False
         #: Plan and standby kind by the `id` of a function. The plan keeps the function alive: its `id` stays unique.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
@@ -257,6 +264,12 @@ class ActiveRunner:
             policy = parse_tags(task.tags, around)
             if policy is None:
                 return None
+            if policy.compute is not None and self._configuration.sharing != "mps":
+                raise PolicyError(
+                    f"gpu:compute={policy.compute * 100:.6g}%",
+                    "tasks of this runner share a GPU by time",
+                    'no gpu:compute, or GPUTaskRunner(sharing="mps")',
+                )
             if self._configuration.address:
                 # On the flow's thread, which is the main one: Ray sets signal handlers.
                 self._open_cluster()
@@ -439,6 +452,24 @@ class ActiveRunner:
         if self._around is not None:
             flow_run.emit_device_event(set_aside_event(device, why), self._around)
 
+    def mps_pipes(self) -> str | None:
+        """Return the folder of the MPS daemon whose clients tasks are to be; `None`: they share a GPU by time."""
+        if self._configuration.sharing != "mps":
+            return None
+        reader = self.broker().reader
+        with self._mps_lock:
+            if self._mps is None and not self._no_mps:
+                try:
+                    if problem := reader.mps_refusal():
+                        raise MpsError(problem)
+                    folder = default_folder() / "mps"
+                    self._mps = MpsDaemon(str(folder), os.environ)
+                except (MpsError, OSError) as error:
+                    self._no_mps = True
+                    text = f"sharing='mps' has no effect: {error}. Tasks on a GPU compute by turns."
+                    self._warn_once(text, text)
+            return None if self._mps is None else self._mps.pipes
+
     def cluster_launcher(self) -> Launcher | None:
         """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
         return self._open_cluster().launcher if self._configuration.address else None
@@ -535,6 +566,9 @@ class ActiveRunner:
             self._leave_view()
             if self._watched is not None:
                 self._watched.fault_watchers.discard(self._emit_set_aside)
+            with self._mps_lock:
+                if self._mps is not None:
+                    self._mps.leave()
             with self._cluster_lock:
                 opened, self._cluster = self._cluster, None
             if opened is not None:

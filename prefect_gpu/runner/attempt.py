@@ -31,6 +31,7 @@ from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
 from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launch_spec import Launcher, LaunchSpec
 from prefect_gpu.processes.messages import Asked, EventEmitted, LogEmitted, Prepare
@@ -72,6 +73,7 @@ class Attempt:
         number: int,
         broker: Broker,
         launcher: Launcher,
+        mps_pipes: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._call = call
         self._plan = call.plan
@@ -82,6 +84,9 @@ class Attempt:
         self._number = number
         self._broker = broker
         self._launcher = launcher
+        self._mps_pipes = mps_pipes
+        #: Folder of the MPS daemon whose client the process is; empty: it is no client of any; `None`: MPS is not used.
+        self._pipes: str | None = None
         self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
         self._ticket: Ticket | None = None
         #: How the frameworks use the budget; chosen at the placement.
@@ -253,17 +258,30 @@ class Attempt:
         self._allocation = "growth" if self.whole_device else "limit"
         if "allocation" in policy.stated or not policy.caching:
             self._allocation = policy.allocation
+        self._pipes = self._mps_pipes()
+        # The driver does not suspend clients, and a limit of memory for several devices was not tried.
+        alone_by_tag = policy.exclusive or policy.preemptible or policy.count > 1
+        if self._pipes is not None and (alone_by_tag or self._grant.outside_mps):
+            self._pipes = ""
+        self._record.is_client = bool(self._pipes)
         memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in placement.devices),
             None if self._allocation == "growth" else placement.budget_bytes,
         )
         self._listener = ProcessListener(
-            self._call, self._broker, ticket, self._record, memory, self._inbox.put, self._cancelled
+            self._call,
+            self._broker,
+            ticket,
+            self._record,
+            memory,
+            self._inbox.put,
+            self._cancelled,
+            None if self._pipes is None else bool(self._pipes),
         )
         if self.shares:
             ticket.on_short = self._end_for_others
             # On a cluster the node would have to agree, and a node does not know first runs.
-            local = not self._broker.reader.remote
+            local = not self._broker.reader.remote and not self._pipes
             ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
         return placement
 
@@ -334,6 +352,7 @@ class Attempt:
         )
         environment = {
             **child_environment(policy, registry.adapters_for(policy), os.environ),
+            **self._mps_environment(placement),
             **self._run.environment_for_child(),
         }
         return LaunchSpec(
@@ -356,6 +375,23 @@ class Attempt:
             placement=placement,
             request=ticket.request,
         )
+
+    def _mps_environment(self, placement: Placement) -> dict[str, str | None]:
+        if self._pipes is None:
+            return {}
+        if not self._pipes:
+            return mps.outside_environment()
+        budget = None if self.whole_device else min(placement.budget_bytes)
+        return mps.client_environment(self._pipes, budget, self._policy.compute)
+
+    def neighbours_at_fault(self, ended: Ended) -> tuple[str, ...] | None:
+        """Return the tasks beside a client of MPS that ended with a CUDA fault; `None`: it was no client, or no fault."""
+        if not self._pipes or self._ticket is None:
+            return None
+        texts = [f"{type(ended.error).__name__}: {ended.error}"]
+        if isinstance(ended.outcome, process_run.Died):
+            texts.append(ended.outcome.exited.stderr_tail)
+        return tuple(self._ticket.neighbours) if any(map(mps.is_fault, texts)) else None
 
     # While the process runs.
 

@@ -56,6 +56,8 @@ class Grant:
     estimated_from: Mapping[str, str] = field(default_factory=dict)
     #: As `Request.probe_fraction`.
     probe_fraction: float = 0.0
+    #: Whether the process is no client of MPS, since one of the same call ended with a fault.
+    outside_mps: bool = False
     #: Why a probe has a device to itself, for the log; `None`: the process is no probe, or shares its device.
     alone_because: str | None = None
 

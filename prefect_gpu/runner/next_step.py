@@ -59,6 +59,9 @@ class History:
     since_s: float
     #: Error of the out-of-memory before this process; `None`: none.
     shortage: BaseException | None = None
+    #: The process ended with a CUDA fault as a client of MPS: names of the tasks beside it, one of which may have caused
+    #: the fault. `None`: it did not.
+    at_fault: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,13 @@ def next_step(ended: Ended, grant: Grant, history: History) -> Step:
                 return Raise(history.shortage, str(error))
         case Cancelled():
             return Raise(ended.error)
+    if history.at_fault is not None:
+        beside = f" ({', '.join(history.at_fault)})" if history.at_fault else ""
+        return Retry(
+            replace(grant, outside_mps=True),
+            f"It ended with a CUDA fault as a client of MPS, where a fault of one ends all{beside}; it runs again, "
+            f"outside MPS ({ended.said})",
+        )
     if history.memory is None:
         return Raise(ended.error)
     policy, climb, memory = history.policy, history.climb, history.memory

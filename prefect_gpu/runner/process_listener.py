@@ -42,7 +42,8 @@ class ProcessListener:
     """Receives the messages of one placed child process.
 
     `memory` reads the process's memory on its devices. `tell` puts a message into the inbox of the engine's thread.
-    `cancelled` is set when the flow run ends.
+    `cancelled` is set when the flow run ends. `is_client`: whether the process is a client of MPS; `None`: MPS is not
+    used here.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ProcessListener:
         memory: ProcessMemory,
         tell: Callable[[process_run.RunMessage], None],
         cancelled: threading.Event,
+        is_client: bool | None = None,
     ) -> None:
         self._say = call.run.say
         self._task_name, self._task_key = call.plan.task_name, call.plan.task_key
@@ -63,6 +65,7 @@ class ProcessListener:
         self.memory = memory
         self._tell = tell
         self._cancelled = cancelled
+        self._is_client = is_client
         self._kills_before = read_oom_kills()
         self._handle: launch_spec.ChildHandle | None = None
         self._launched = threading.Event()
@@ -162,6 +165,7 @@ class ProcessListener:
                 self._tell,
                 self._say,
                 self._record.add_suspension,
+                self._is_client,
             )
             self._suspender = Suspender(pid, suspendable)
             ticket.on_no_return = self._lose
@@ -217,7 +221,9 @@ class ProcessListener:
         sizes_bytes = tuple(each.total_bytes for each in measured)
         over = self._record.add_reading(at_s, sizes_bytes, self.memory.live_bytes())
         self._record.add_processes([each.by_pid for each in measured])
-        self._record.add_work(at_s, [each.work for each in measured])
+        if not self._is_client:
+            # NVML shows the computing of all clients as the server's.
+            self._record.add_work(at_s, [each.work for each in measured])
         if self._suspendable is not None:
             self._suspendable.take_measurement(at_s, measured)
         if over is not None:

@@ -93,6 +93,8 @@ class ProcessRecord:
         self.ended_s: float | None = None
         #: Whether the value has arrived completely.
         self.value_arrived = False
+        #: Whether the process is a client of MPS.
+        self.is_client = False
         #: The child's facts about its out-of-memory; `None`: none, or not known.
         self.out_of_memory: OutOfMemory | None = None
 
@@ -267,6 +269,7 @@ class ProcessRecord:
                 leaked_bytes=leaked_bytes,
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
+                sharing="mps" if self.is_client else None,
                 busy_fraction=self._work.busy_fraction,
                 energy_j=self._work.energy_j,
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),

@@ -61,6 +61,8 @@ class BodyRun:
     _broker: Broker
     _launcher: Launcher
     _book: BudgetBook
+    #: As `ActiveRunner.mps_pipes`.
+    _mps_pipes: Callable[[], str | None]
     #: Called with the report of each process, from any thread.
     _report: Callable[[TaskReport], None]
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -145,7 +147,9 @@ class BodyRun:
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
-            attempt = Attempt(self._call, grant, asked_s, number, self._broker, self._launcher)
+            attempt = Attempt(
+                self._call, grant, asked_s, number, self._broker, self._launcher, self._mps_pipes
+            )
             step: steps.Step | None = None
             short: steps.Shortage | None = None
             goes_on = False
@@ -165,6 +169,7 @@ class BodyRun:
                     self._memory(attempt, whole_bytes),
                     time.monotonic() - asked_s,
                     out_of_memory,
+                    attempt.neighbours_at_fault(ended),
                 )
                 step = steps.next_step(ended, grant, history)
                 match step:
@@ -325,8 +330,9 @@ class GPUTask:
                 identity = plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(plan, run, identity, args, kwargs, share, self._standby)
                 broker, book, report = runner.broker(), runner.book(), runner.report
+                pipes = runner.mps_pipes
                 self._last = body = BodyRun(
-                    call, self._climb, self._numbers, broker, self._launcher, book, report
+                    call, self._climb, self._numbers, broker, self._launcher, book, pipes, report
                 )
                 self._runner.begin(body)
                 try:

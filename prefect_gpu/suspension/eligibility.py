@@ -34,7 +34,7 @@ class Candidate:
     frameworks: tuple[str, ...]
     #: Host memory that processes could still use.
     host_available_bytes: int
-    #: Whether CUDA's Multi-Process Service runs on the machine.
+    #: Whether it is, or may be, a client of CUDA's Multi-Process Service.
     mps: bool = False
     #: Whether an earlier move lost a process of the same task.
     lost_before: bool = False
@@ -53,7 +53,7 @@ def refusal(candidate: Candidate) -> str:
     if candidate.lost_before:
         return "a process of this task was lost by the driver in a move before"
     if candidate.mps:
-        return "CUDA's Multi-Process Service runs here, and its clients cannot be moved"
+        return "it may be a client of CUDA's Multi-Process Service, which cannot be moved"
     if not candidate.used_bytes or not candidate.processes:
         return "it holds no device memory yet"
     if candidate.processes > 1:

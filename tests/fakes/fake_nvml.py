@@ -66,6 +66,8 @@ class FakePart:
     #: Energy counter, and what the question answers.
     millijoules: int = 0
     energy_error: int | None = None
+    #: Compute mode; 0 is the default.
+    compute_mode: int = 0
     #: Errors of the next listings of processes, one each.
     process_errors: list[int] = field(default_factory=list)
     name_error: int | None = None
@@ -99,6 +101,7 @@ class FakeNvml:
     NVML_ERROR_GPU_IS_LOST = 15
     NVML_ERROR_LIB_RM_VERSION_MISMATCH = 18
     NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25
+    NVML_COMPUTEMODE_DEFAULT = 0
     nvmlMemory_v2 = 0x02000028
 
     def __init__(self, *gpus: FakeGpu) -> None:
@@ -206,6 +209,10 @@ class FakeNvml:
         if not newer:
             raise FakeNvmlError(6)
         return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=part) for pid, at, part in newer]
+
+    def nvmlDeviceGetComputeMode(self, handle: FakePart) -> int:
+        self._check(handle.error)
+        return handle.compute_mode
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakePart) -> int:
         self._check(handle.error, handle.energy_error)

@@ -9,7 +9,7 @@
 #   run_all.sh FOLDER resnet prediction sampler sessions escapes sharing several-devices
 #   run_all.sh FOLDER libraries changing-sizes jax-context ways reports
 #   run_all.sh FOLDER cluster leaks spawned torch-tools reset profile-training least-memory many-flows suspension suspend-by-hand crowded
-#   run_all.sh FOLDER forks estimates work
+#   run_all.sh FOLDER forks estimates work mps
 # and three more for `tests` and `chaos`, which are five minutes each, and for `preemption`, which is six and what it waits for at the
 # end. The faults of preemption are `python -m tests.gpu.check_preemption --faults`, three minutes; how soon an urgent task has a device is
 # `python benchmarks/preempt.py`, four minutes, and `--between-devices` as many on two devices. A name such as `test_steps_on_gpu` is one
@@ -26,7 +26,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED=false PREFECT_HOME=${PREFECT_HOME:-$PWD/
 flows="profile-training"
 runs="chaos preemption least-memory"
 modules="bookkeeping host-memory main-job frameworks ladder resnet prediction sampler sessions escapes sharing several-devices cluster"
-modules+=" libraries changing-sizes estimates work jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand crowded forks"
+modules+=" libraries changing-sizes estimates work mps jax-context ways reports leaks spawned torch-tools reset many-flows suspension suspend-by-hand crowded forks"
 [[ $# -gt 0 ]] || set -- $modules $flows $runs tests
 for name; do
   [[ " $modules $flows $runs tests " == *" ${name%%=*} "* || -f tests/gpu/$name.py ]] || { echo "no check is called $name; there are: $modules $flows $runs tests"; exit 2; }

@@ -13,7 +13,7 @@ from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.broker import opening
 from prefect_gpu.broker.broker import Broker, Ticket
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.errors import SettingError
+from prefect_gpu.errors import PolicyError, SettingError
 from prefect_gpu.testing import SimulatedDevices, allocate
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -120,3 +120,36 @@ def test_a_number_of_tasks_that_is_none_is_refused_at_once(given: Any) -> None:
         SettingError, match=r"GPUTaskRunner\(max_tasks_per_device=.*\): it should be"
     ):
         GPUTaskRunner(max_tasks_per_device=given)
+
+
+def test_sharing_that_cannot_be_had_is_said_once_and_tasks_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @task(tags=gpu(memory="64MiB", framework="none", compute="50%"))
+    def square(x: int) -> int:
+        return x * x
+
+    @flow(task_runner=GPUTaskRunner(devices="host", sharing="mps", standby=0))
+    def compute() -> list[int]:
+        return square.map([1, 2, 3]).result()
+
+    assert compute() == [1, 4, 9]
+    said = [r.getMessage() for r in caplog.records if "sharing='mps'" in r.getMessage()]
+    assert said == [
+        "sharing='mps' has no effect: MPS is for NVIDIA GPUs of this machine. Tasks on a GPU compute by turns."
+    ]
+
+
+def test_a_part_of_the_chip_is_refused_where_tasks_compute_by_turns() -> None:
+    @task(tags=gpu(compute="50%"))
+    def square(x: int) -> int:
+        return x * x
+
+    @flow(task_runner=GPUTaskRunner(devices="host", standby=0))
+    def compute() -> None:
+        with pytest.raises(
+            PolicyError, match=r"gpu:compute=50%.*share a GPU by time.*sharing=\"mps\""
+        ):
+            square.submit(1).result()
+
+    compute()

@@ -207,6 +207,8 @@ def test_a_default_that_a_task_states_is_kept_when_the_context_adds_a_budget() -
         pytest.param(["gpu:caching=no"], ["on or off"], id="caching with another word"),
         pytest.param(["gpu:exclusive=yes"], ["takes no value"], id="exclusive with a value"),
         pytest.param(["gpu:cpus=0"], ["less than 1"], id="no threads"),
+        pytest.param(["gpu:compute=50"], ["'50' is not a percentage", "gpu:compute=50%"], id="compute without percent"),
+        pytest.param(["gpu:compute=120%"], ["'120%' is not a percentage"], id="more than all of the chip"),
         pytest.param(["gpu:wait=10"], ["10s?"], id="bare duration"),
         pytest.param([f"gpu:wait={'9' * 400}s"], ["finite"], id="endless wait"),
         pytest.param([f"gpu:wait=0.{'0' * 322}1ms"], ["not more than zero"], id="no wait"),

@@ -40,6 +40,7 @@ def test_settings_have_defaults() -> None:
         "standby": "auto",
         "address": None,
         "num_gpus": None,
+        "sharing": "time",
     }
 
 

@@ -16,8 +16,10 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_gpu.cli import doctor
 from prefect_gpu.cli.commands import main
 from prefect_gpu.cli.doctor import Build, Finding, judge_framework
+from prefect_gpu.devices import nvml
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot
 from prefect_gpu.units import GIB, MIB
+from tests.fakes.fake_nvml import FakeGpu, FakeNvml
 
 Patch = pytest.MonkeyPatch
 
@@ -187,3 +189,25 @@ def test_this_machine_is_examined_without_an_error() -> None:
     subjects = [each["subject"] for each in found]
     assert {"driver", "packages", "server", "ledger", "limits"} <= set(subjects), done.stderr
     assert {each["subject"] for each in found if each["level"] == "problem"} <= {"server"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "path", "said"),
+    [
+        (FakeGpu("GPU-a"), "/nowhere", ["nvidia-cuda-mps-control is not found in PATH"]),
+        (FakeGpu("GPU-a", compute_mode=3), None, ["GPU 0 is not in the default compute mode"]),
+        (FakeGpu("GPU-a"), None, []),
+    ],
+)
+def test_what_prevents_the_sharing_by_mps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: FakeGpu, path: str | None, said: list[str]
+) -> None:
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", path or str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(nvml, "pynvml", FakeNvml(gpu))
+    found, gpus = doctor.check_driver()
+    assert gpus == 1
+    texts = [each.text for each in found if each.subject == "mps"]
+    assert texts == [f"sharing='mps' has no effect here: {why}" for why in said]

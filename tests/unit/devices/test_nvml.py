@@ -370,3 +370,23 @@ def test_in_a_container_the_work_of_processes_is_not_known(rig: Rig) -> None:
     rig.processes.initial_namespace = False
     rig.nvml.gpus[0].work = [(100, 5, 40)]
     assert work_of(rig.reader()) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "problem"),
+    [
+        ((FakeGpu("GPU-a"), FakeGpu("GPU-b")), ""),
+        (
+            (FakeGpu("GPU-a"), FakeGpu("GPU-b", compute_mode=3)),
+            "GPU 1 is not in the default compute mode",
+        ),
+        (
+            (FakeGpu("GPU-a", mig_mode_error=None, instances=[FakePart("MIG-1")]),),
+            "its devices are MIG instances",
+        ),
+    ],
+)
+def test_devices_whose_processes_cannot_be_clients_of_mps(
+    gpus: tuple[FakeGpu, ...], problem: str
+) -> None:
+    assert Rig(*gpus).reader().mps_refusal() == problem

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 from uuid import UUID
@@ -27,6 +27,7 @@ from prefect_gpu.errors import (
 )
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
+from prefect_gpu.processes import mps
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
     ChildRefused,
@@ -47,6 +48,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.runner.next_step import Ended
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
@@ -130,7 +132,7 @@ class FakeChild:
         self.answers: list[Any] = []
 
     def start(self, spec: Any, listener: Listener) -> FakeChild:
-        self._listener = listener
+        self._listener, self.spec = listener, spec
         for message in self._says:
             listener(message)
         return self
@@ -151,6 +153,8 @@ class Scene:
         *says: Any,
         when_killed: Sequence[Any] = (),
         timeout_s: float | None = None,
+        pipes: str | None = None,
+        grant: Mapping[str, Any] = MappingProxyType({}),
         **asks: Any,
     ) -> None:
         self.run = FakeRun()
@@ -162,7 +166,16 @@ class Scene:
         with argument_files().share() as share:
             who, now_s = HistoryKey("task", "body"), time.monotonic()
             call = TaskCall(plan, self.run, who, (), {}, share)  # type: ignore[arg-type]
-            self.attempt = Attempt(call, Grant(6 * GIB, "tag"), now_s, 1, self.broker, self.child)  # type: ignore[arg-type]
+            granted = Grant(6 * GIB, "tag", **grant)
+            self.attempt = Attempt(
+                call,
+                granted,
+                now_s,
+                1,
+                self.broker,  # type: ignore[arg-type]
+                self.child,
+                lambda: pipes,
+            )
 
     def go(self) -> Any:
         """Run the attempt as the engine's thread does."""
@@ -479,3 +492,46 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene.attempt._listener.start(scene.child, None)  # type: ignore[arg-type]
     subject_of(scene).trim()
     assert scene.child.answers == []
+
+
+# As a client of MPS.
+
+
+@pytest.mark.parametrize(
+    ("pipes", "asks", "grant", "found"),
+    [
+        pytest.param(None, {}, {}, None, id="tasks share by time"),
+        pytest.param("/mps", {}, {}, "/mps", id="a client"),
+        pytest.param("/mps", {"exclusive": True}, {}, mps.NO_PIPES, id="exclusive"),
+        pytest.param("/mps", {"preemptible": True}, {}, mps.NO_PIPES, id="preemptible"),
+        pytest.param("/mps", {"count": 2}, {}, mps.NO_PIPES, id="on several devices"),
+        pytest.param("/mps", {}, {"outside_mps": True}, mps.NO_PIPES, id="after a fault"),
+    ],
+)
+def test_which_processes_are_clients_of_mps(
+    pipes: str | None, asks: dict[str, Any], grant: dict[str, Any], found: str | None
+) -> None:
+    scene = Scene(*ended(7), ChildExited(0, ""), pipes=pipes, grant=grant, **asks)
+    assert scene.go() == 7
+    environment = scene.child.spec.environment
+    assert environment.get(mps.PIPES) == found
+    is_client = found == pipes and found is not None
+    assert environment.get(mps.MEMORY) == ("0=6144M" if is_client else None)
+    assert scene.report.sharing == ("mps" if is_client else None)
+
+
+def test_a_fault_of_a_client_names_the_tasks_beside_it() -> None:
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    for pipes, beside in ((None, None), ("/mps", ("train",))):
+        scene = Scene(*ended(error), ChildExited(1, ""), pipes=pipes)
+        scene.attempt.place()
+        outcome = scene.attempt.run()
+        assert isinstance(outcome, Ended)
+        scene.broker.ticket.neighbours["train"] = None
+        assert scene.attempt.neighbours_at_fault(outcome) == beside
+        scene.attempt.close(scene.reports.append)
+    scene = Scene(ChildExited(-6, "terminate: CUDA_ERROR_ILLEGAL_ADDRESS"), pipes="/mps")
+    scene.attempt.place()
+    died = scene.attempt.run()
+    assert isinstance(died, Ended) and scene.attempt.neighbours_at_fault(died) == ()
+    scene.attempt.close(scene.reports.append)

@@ -133,3 +133,16 @@ def test_the_last_rung_is_the_end() -> None:
     climbed = replace(HISTORY, climb=OomHistory(processes=5), memory=MEMORY)
     end = step(run.OutOfMemory(FULL), climbed)
     assert isinstance(end, Raise) and end.note is not None and "5 processes" in end.note
+
+
+@pytest.mark.parametrize("outcome", [run.Failed(FULL, "tb"), run.Died(EXIT, None)], ids=repr)
+def test_a_client_of_mps_that_ended_with_a_fault_runs_once_more_outside(
+    outcome: run.Failure,
+) -> None:
+    retry = step(outcome, replace(HISTORY, at_fault=("train", "leak")))
+    assert isinstance(retry, Retry) and retry.shortage is None
+    assert retry.grant == replace(GRANT, outside_mps=True)
+    assert (
+        "where a fault of one ends all (train, leak); it runs again, outside MPS" in retry.warning
+    )
+    assert step(run.Cancelled(), replace(HISTORY, at_fault=())) == Raise(FULL)

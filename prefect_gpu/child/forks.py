@@ -68,7 +68,7 @@ def find_problem(watch: ThreadWatch) -> str:
     if watch.found:
         return f"{watch.found} has started threads that are not known to serve a fork"
     if not _has_usable_openmp():
-        return "a library has computed in OpenMP's threads, for which a fork would wait for ever"
+        return "a fork of it cannot compute in OpenMP's threads, in which a library has computed"
     return ""
 
 
@@ -79,23 +79,28 @@ def _has_usable_openmp() -> bool:
     """
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         places = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
-    libraries = [ctypes.CDLL(place) for place in places]
-    if not libraries:
+    if not places:
         return True
     # The flow may ignore it, and then nobody could wait for the fork.
     of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = _fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
-        signal.alarm(REHEARSAL_S)
-        for library in libraries:
-            # A team of two calls a function without an effect.
-            library.GOMP_parallel(ctypes.CDLL(None).getpid, None, 2, 0)
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    signal.signal(signal.SIGCHLD, of_flow)
-    return status == 0
+    try:
+        pid = _fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+                signal.alarm(REHEARSAL_S)
+                for place in places:
+                    # A team of two calls a function without an effect.
+                    ctypes.CDLL(place).GOMP_parallel(ctypes.CDLL(None).getpid, None, 2, 0)
+                os._exit(0)
+            os._exit(1)
+        return os.waitpid(pid, 0)[1] == 0
+    except OSError:
+        # The system refuses to fork.
+        return False
+    finally:
+        signal.signal(signal.SIGCHLD, of_flow)
 
 
 def serve(control: socket.socket, channel: int) -> int:

@@ -38,6 +38,8 @@ class ForkSource:
         self.problem = ""
         # SEQPACKET keeps message boundaries.
         self._control, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Not with the flow's default timeout.
+        self._theirs.setblocking(True)
 
     @property
     def descriptor(self) -> int:

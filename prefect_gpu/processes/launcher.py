@@ -140,6 +140,8 @@ class LaunchedChild:
         """Open the channel and start the process. After an exception the caller closes the opened descriptors."""
         while self.process is None:
             self.channel, theirs = socket.socketpair()
+            # The flow may have set a default timeout, with which a read would not wait.
+            theirs.setblocking(True)
             with theirs:
                 for end in (self.channel, theirs):
                     end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)

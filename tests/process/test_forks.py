@@ -8,6 +8,7 @@ import os
 import queue
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -418,7 +419,7 @@ def test_a_fork_that_came_too_late_receives_nothing_of_the_call() -> None:
         ),
         pytest.param(
             "import scipy.linalg, torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 20).exp()\n",
-            "a library has computed in OpenMP's threads, for which a fork would wait for ever",
+            "a fork of it cannot compute in OpenMP's threads, in which a library has computed",
             id="a team of OpenMP's",
         ),
         pytest.param("raise ValueError", "acts_at_import could not be imported", id="an error"),
@@ -445,6 +446,27 @@ def test_threads_of_libraries_that_serve_forks_are_no_problem(
 ) -> None:
     source = make_source("numpy", "torch", "sklearn.linear_model")
     assert source.warmed.problem == ""
+
+
+def test_a_flows_default_timeout_of_sockets_is_not_that_of_its_children() -> None:
+    """With a timeout a read does not wait, and a fork reads before its parent has written."""
+    blocking: list[bool] = []
+
+    def spawn(request: SpawnRequest) -> Process:
+        blocking.append(os.get_blocking(request.channel))
+        raise OSError("it is not started")
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(7.0)
+    source, launcher = ForkSource(), ProcessLauncher(spawn=spawn)
+    try:
+        launcher.start(spec_of(os.getpid), lambda message: None)
+        assert eventually(lambda: blocking == [True])
+        assert os.get_blocking(source.descriptor)
+    finally:
+        socket.setdefaulttimeout(before)
+        source.close()
+        launcher.close(DEADLOCK_S)
 
 
 def test_what_a_warm_process_prints_is_not_repeated_by_its_forks(

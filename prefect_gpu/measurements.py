@@ -132,14 +132,16 @@ class WorkBuilder:
         and `energy_j` the device's counter in joules (`None`: unknown).
         """
         last = self._last.get(device)
-        self._last[device] = at_s, energy_j
         if last is None:
+            self._last[device] = at_s, energy_j
             return
+        self._last[device] = at_s, last[1] if energy_j is None else energy_j
         self._known_s += at_s - last[0]
         self._busy_s += busy * (at_s - last[0])
         if energy_j is not None and last[1] is not None:
             part = busy / of_all if of_all else 0.0
-            self.energy_j = (self.energy_j or 0.0) + part * (energy_j - last[1])
+            # A driver that was loaded again counts from 0.
+            self.energy_j = (self.energy_j or 0.0) + part * max(0.0, energy_j - last[1])
 
     def pause(self) -> None:
         """Leave out the time up to the next reading."""

@@ -126,7 +126,7 @@ def format_seconds(seconds: float | None) -> str:
 def format_joules(joules: float) -> str:
     """Return an energy as readable text: `850J`, `12.4kJ`, `3.1MJ`."""
     for unit, factor in (("MJ", 1e6), ("kJ", 1e3)):
-        if joules >= 0.99995 * factor:
+        if joules >= 0.9995 * factor:
             return f"{joules / factor:.1f}".removesuffix(".0") + unit
     return f"{joules:.0f}J"
 

@@ -78,8 +78,14 @@ class Node:
         kept = []
         for new in reading.snapshots:
             known = last.get(new.device.uuid, new)
-            kept.append(known if replace(new, at_s=known.at_s) == known else new)
+            # The counter of energy differs each time. Of an idle device nobody needs it.
+            same = replace(new, at_s=known.at_s, work=known.work) == known
+            kept.append(known if same and _is_idle(new) and _is_idle(known) else new)
         self.reading = replace(reading, snapshots=tuple(kept))
+
+
+def _is_idle(snapshot: DeviceSnapshot) -> bool:
+    return snapshot.work is None or not snapshot.work.busy
 
 
 class Nodes:

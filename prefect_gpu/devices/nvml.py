@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,12 +76,15 @@ class NvmlReader(DeviceReader):
         clock: Clock | None = None,
         table: ProcessTable | None = None,
         memory: Callable[[], HostMemory] = read_host_memory,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._visible = visible
         self._chosen = chosen
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
+        #: By which NVML dates samples of utilisation, in seconds since the epoch.
+        self._wall_clock = wall_clock
         #: Whether the driver lists process ids of this PID namespace, as outside of containers. In a container drivers
         #: list the host's ids, or translate them for the list and then look up the memory of the host's process with
         #: the translated id (sources of the open kernel modules). Any such id may by chance be a child's.
@@ -89,8 +93,6 @@ class NvmlReader(DeviceReader):
         self._started = False
         self._handles: dict[str, Handle] = {}
         self._reopen_due_s: float | None = None
-        #: By UUID of a device: NVML's time of the newest sample of utilisation (microseconds), and when it was first read.
-        self._sampled: dict[str, tuple[int, float]] = {}
         #: Indices of GPUs that are not in the default compute mode, in which any number of processes may compute.
         self._restricted: list[int] = []
         self._open()
@@ -230,11 +232,14 @@ class NvmlReader(DeviceReader):
     def _read_work(
         self, device: Device, handle: Handle, roots: Collection[int]
     ) -> DeviceWork | None:
-        """Return what a device's processes computed; `None`: unknown (MIG, some drivers, containers)."""
+        """Return what a device's processes computed; `None`: unknown (MIG, some drivers, containers).
+
+        The newest sample of each process counts, if it is not older than `WORK_S`.
+        """
         if not device.attributed:
             return None
-        newest_us, seen_s = self._sampled.get(device.uuid, (0, self._clock.now()))
-        since_us = max(0, newest_us - int(WORK_S * 1e6))
+        now_us = int(self._wall_clock() * 1e6)
+        since_us = now_us - int(WORK_S * 1e6)
         try:
             samples = pynvml.nvmlDeviceGetProcessUtilization(handle, since_us)
         except pynvml.NVMLError as error:
@@ -242,18 +247,17 @@ class NvmlReader(DeviceReader):
             if error.value not in _codes("NOT_FOUND"):
                 return None
             samples = ()
-        latest = {each.pid: each for each in sorted(samples, key=lambda each: each.timeStamp)}
-        times_us = [each.timeStamp for each in latest.values()]
-        if max(times_us, default=0) > newest_us:
-            self._sampled[device.uuid] = max(times_us), self._clock.now()
-        elif self._clock.now() - seen_s > WORK_S:
-            # All processes are idle, and the samples are old.
-            latest = {}
+        # Some drivers return memory that was never written.
+        usable = [s for s in samples if s.smUtil <= 100 and since_us < s.timeStamp <= now_us + 1e6]
+        latest = {each.pid: each for each in sorted(usable, key=lambda each: each.timeStamp)}
         busy: dict[int | None, float] = {}
         for pid, sample in latest.items():
             root = self._table.root_of(pid, roots) if roots else None
-            busy[root] = busy.get(root, 0.0) + min(sample.smUtil, 100) / 100
-        return DeviceWork(busy, _read_energy(handle))
+            busy[root] = busy.get(root, 0.0) + sample.smUtil / 100
+        # The samples of processes that compute by turns are of different times.
+        whole = max(1.0, sum(busy.values()))
+        parts = {root: part / whole for root, part in busy.items()}
+        return DeviceWork(parts, _read_energy(handle))
 
     def _read_memory(self, handle: Handle) -> _Memory:
         # Version 2 reports the driver's own part separately. Older drivers have version 1.

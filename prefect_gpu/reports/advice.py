@@ -212,9 +212,13 @@ def _idle(report: TaskReport) -> str:
     # Beside others, a process also waits for its turn.
     if busy is None or busy >= IDLE_FRACTION or report.run_s < IDLE_S or report.shared_with:
         return ""
+    most = report.most_bytes
+    is_whole = most is not None and report.budget_bytes >= WHOLE_FRACTION * most
+    if report.outcome != "completed" or report.exclusive or is_whole:
+        return ""
     return (
         f"The GPU computed for {busy:.0%} of this task's time and waited for the rest, for the processor or for "
-        "data. More tasks side by side would cost it little."
+        "data. Other tasks beside it would slow it down little."
     )
 
 

@@ -266,7 +266,7 @@ def _busy_words(device: Device, reports: Iterable[TaskReport]) -> str:
     begun_s = min((r.placed_at for r in known), default=0.0)
     span_s = max((r.placed_at + r.held_s - begun_s for r in known), default=0.0)
     busy_s = sum((r.busy_fraction or 0.0) * r.run_s for r in known)
-    return f", and computed for {busy_s / span_s:.0%} of the time" if span_s else ""
+    return f", and it computed for them for {busy_s / span_s:.0%} of the time" if span_s else ""
 
 
 def _peaks(reports: Iterable[TaskReport]) -> dict[Device, int]:

@@ -61,10 +61,10 @@ class BodyRun:
     _broker: Broker
     _launcher: Launcher
     _book: BudgetBook
-    #: As `ActiveRunner.mps_pipes`.
-    _mps_pipes: Callable[[], str | None]
     #: Called with the report of each process, from any thread.
     _report: Callable[[TaskReport], None]
+    #: As `ActiveRunner.mps_pipes`.
+    _mps_pipes: Callable[[], str | None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _cancelled: bool = field(default=False, init=False)
     #: In order; at most `ladder.MOST_PROCESSES`.
@@ -332,7 +332,7 @@ class GPUTask:
                 broker, book, report = runner.broker(), runner.book(), runner.report
                 pipes = runner.mps_pipes
                 self._last = body = BodyRun(
-                    call, self._climb, self._numbers, broker, self._launcher, book, pipes, report
+                    call, self._climb, self._numbers, broker, self._launcher, book, report, pipes
                 )
                 self._runner.begin(body)
                 try:

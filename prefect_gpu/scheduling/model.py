@@ -108,7 +108,7 @@ class DeviceSnapshot:
     #: Fraction of the time in which the device computed, over the last readings; `None`: not known.
     busy_fraction: float | None = None
     #: What its processes computed; `None`: not known.
-    work: DeviceWork | None = None
+    work: DeviceWork | None = field(default=None, hash=False)
 
     @property
     def used_bytes(self) -> int:

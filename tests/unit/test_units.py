@@ -123,7 +123,7 @@ def test_seconds_are_written_as_readable_text(seconds: float | None, text: str) 
         (0, "0J"),
         (850.4, "850J"),
         (999.4, "999J"),
-        (999.99, "1kJ"),
+        (999.6, "1kJ"),
         (12_440, "12.4kJ"),
         (3.1e6, "3.1MJ"),
     ],

@@ -31,6 +31,7 @@ class Rig:
         self.nvml = nvml.pynvml = FakeNvml(*(gpus or (FakeGpu("GPU-a"),)))
         self.clock = FakeClock()
         self.visible: str | None = None
+        self.wall_s = 6.0
 
     def reader(self) -> NvmlReader:
         return NvmlReader(
@@ -38,6 +39,7 @@ class Rig:
             clock=self.clock,
             table=ProcessTable(self.processes, self.clock),
             memory=lambda: HostMemory(128 * GIB, 100 * GIB),
+            wall_clock=lambda: self.wall_s,
         )
 
     def read(self) -> tuple[DeviceSnapshot, ...]:
@@ -316,7 +318,7 @@ def work_of(reader: NvmlReader) -> DeviceWork | None:
 def test_the_newest_sample_of_each_process_counts_for_its_root(rig: Rig) -> None:
     gpu = rig.nvml.gpus[0]
     gpu.work = [
-        (100, 5_000_000, 90),
+        (100, 5_500_000, 90),
         (101, 6_000_000, 20),
         (100, 6_000_000, 30),
         (300, 5_900_000, 7),
@@ -326,19 +328,24 @@ def test_the_newest_sample_of_each_process_counts_for_its_root(rig: Rig) -> None
     assert work == DeviceWork({100: pytest.approx(0.5), None: 0.07}, 12.5)
 
 
+def test_processes_that_compute_by_turns_have_their_parts_of_the_device(rig: Rig) -> None:
+    """Their newest samples are of different times."""
+    rig.nvml.gpus[0].work = [(100, 5_500_000, 100), (101, 6_000_000, 100), (200, 5_800_000, 50)]
+    assert work_of(rig.reader()) == DeviceWork({100: 0.8, 200: 0.2}, 0.0)
+
+
 def test_a_process_without_a_new_sample_computes_for_a_second_and_is_idle_then(rig: Rig) -> None:
     """The driver takes a sample less often than devices are read, and none of idle processes."""
     reader, gpu = rig.reader(), rig.nvml.gpus[0]
-    gpu.work = [(100, 5_000_000, 40)]
+    gpu.work = [(100, 5_500_000, 40)]
     assert work_of(reader) == DeviceWork({100: 0.4}, 0.0)
-    rig.clock.advance(0.9)
+    rig.wall_s = 6.4
     assert work_of(reader) == DeviceWork({100: 0.4}, 0.0)
-    rig.clock.advance(0.2)
+    rig.wall_s = 6.6
     assert work_of(reader) == DeviceWork({}, 0.0)
-    # Another's samples go on, which says the same.
-    gpu.work = [(100, 5_000_000, 40), (200, 7_000_000, 80)]
-    assert work_of(reader) == DeviceWork({100: 0.4, 200: 0.8}, 0.0)
-    assert work_of(reader) == DeviceWork({200: 0.8}, 0.0)
+    # The system's clock is set back.
+    rig.wall_s = 5.6
+    assert work_of(reader) == DeviceWork({100: 0.4}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +355,10 @@ def test_a_process_without_a_new_sample_computes_for_a_second_and_is_idle_then(r
         pytest.param({"work_error": 3}, None, id="not supported, as on MIG instances"),
         pytest.param({"work_error": 999}, None, id="another error sets no device aside"),
         pytest.param({"energy_error": 3}, DeviceWork({}, None), id="no energy"),
-        pytest.param({"work": [(100, 5, 400)]}, DeviceWork({100: 1.0}, 0.0), id="above all of it"),
+        pytest.param({"work": [(100, 5_500_000, 4000)]}, DeviceWork({}, 0.0), id="garbage"),
+        pytest.param(
+            {"work": [(100, 2**63, 40)]}, DeviceWork({}, 0.0), id="a time that never comes"
+        ),
     ],
 )
 def test_work(rig: Rig, changes: dict[str, Any], work: DeviceWork | None) -> None:
@@ -368,7 +378,7 @@ def test_a_device_that_is_lost_as_it_is_asked_for_its_work_is_set_aside(
 
 def test_in_a_container_the_work_of_processes_is_not_known(rig: Rig) -> None:
     rig.processes.initial_namespace = False
-    rig.nvml.gpus[0].work = [(100, 5, 40)]
+    rig.nvml.gpus[0].work = [(100, 5_500_000, 40)]
     assert work_of(rig.reader()) is None
 
 

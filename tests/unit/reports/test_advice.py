@@ -261,6 +261,9 @@ def test_the_most_useful_advice_comes_first() -> None:
         ({"busy_fraction": 0.03, "run_s": 4.0}, ""),
         # Those beside it have their turn.
         ({"busy_fraction": 0.03, "shared_with": ("other",)}, ""),
+        ({"busy_fraction": 0.03, "exclusive": True}, ""),
+        ({"busy_fraction": 0.03, "outcome": "died"}, ""),
+        ({"busy_fraction": 0.03, "budget_bytes": 140 * GIB}, ""),
     ],
 )
 def test_a_process_that_leaves_its_device_idle(changes: dict[str, Any], says: str) -> None:

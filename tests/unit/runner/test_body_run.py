@@ -90,6 +90,9 @@ class FakeAttempt:
             shared_probe=self.shares,
         )
 
+    def neighbours_at_fault(self, ended: Ended) -> None:
+        """It is no client of MPS."""
+
     def place(self) -> Placement:
         if isinstance(self._ends, (PlacementError, NeedLearned)):
             raise self._ends
@@ -213,7 +216,7 @@ class Scene:
 @pytest.fixture(autouse=True)
 def _attempts_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(
-        call: Any, grant: Grant, asked_s: float, number: int, broker: Any, launcher: Any
+        call: Any, grant: Grant, asked_s: float, number: int, broker: Any, *more: Any
     ) -> FakeAttempt:
         made: FakeAttempt = broker.new_attempt(grant, number)
         return made

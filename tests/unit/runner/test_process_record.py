@@ -410,6 +410,15 @@ def test_the_time_of_a_suspension_is_left_out() -> None:
         pytest.param([works({7: 0.4}, None)] * 2, 0.4, None, id="no counter of energy"),
         pytest.param([works({}, 5.0), works({}, 9.0)], 0.0, 0.0, id="nothing computed"),
         pytest.param([works({7: 0.4}), [None], works({7: 0.4})], 0.4, 0.0, id="a reading failed"),
+        pytest.param(
+            [works({7: 0.4}, e) for e in (100.0, None, 300.0)], 0.4, 200.0, id="one counter failed"
+        ),
+        pytest.param(
+            [works({7: 0.4}, e) for e in (900.0, 5.0, 9.0)],
+            0.4,
+            4.0,
+            id="the driver was loaded again",
+        ),
     ],
 )
 def test_work_that_is_not_known(

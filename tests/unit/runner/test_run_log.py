@@ -208,4 +208,7 @@ def test_a_summary_says_for_how_much_of_the_time_a_device_computed() -> None:
     one = replace(task_report(), busy_fraction=0.5, run_s=40.0, samples=(), start_s=0.0)
     later = replace(one, placed_at=one.placed_at + 60.0)
     said = flow_summary({"Completed": 2}, [one, later])
-    assert "these tasks held at most 5.5GiB of 140GiB, and computed for 40% of the time" in said
+    assert (
+        "these tasks held at most 5.5GiB of 140GiB, and it computed for them for 40% of the time"
+        in said
+    )

@@ -28,7 +28,7 @@ demo: $(STAMP)
 
 # Types are checked beside the tests, which wait now and then.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types quick
+	@$(MAKE) --no-print-directory --jobs=2 types quick
 
 check: lint types whole bench-tiny docs
 

@@ -157,7 +157,7 @@ def _start(folder: str, pipes: str) -> None:
         if ask("get_server_list", pipes) is None:
             _start_daemon(folder, pipes)
         if not _has_keeper(folder):
-            keeper = subprocess.Popen(
+            subprocess.run(
                 [sys.executable, "-I", "-S", __file__, folder],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -165,8 +165,6 @@ def _start(folder: str, pipes: str) -> None:
                 start_new_session=True,
                 cwd="/",
             )
-            # It outlives this process, which does not wait for it.
-            keeper.returncode = 0
     finally:
         os.close(turn)
 
@@ -205,7 +203,9 @@ def _has_keeper(folder: str) -> bool:
 
 
 def keep(folder: str) -> None:
-    """End the daemon in `folder` once no flow uses it."""
+    """End the daemon in `folder` once no flow uses it, in a process of its own, which is nobody's child."""
+    if os.fork():
+        return
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     kept = os.open(os.path.join(folder, "keeper"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
@@ -108,6 +109,8 @@ def test_one_daemon_serves_all_flows_and_ends_with_the_last(folder: Path) -> Non
     assert pid is not None and daemon_of(second.pipes) == pid
     assert folder.stat().st_mode & 0o777 == 0o700
     assert eventually(lambda: len(keepers(folder)) == 1)
+    # Nobody waits for the keeper, in a notebook for days.
+    assert keepers(folder)[0] not in [child.pid for child in psutil.Process().children()]
     first.leave()
     first.leave()
     time.sleep(0.3)

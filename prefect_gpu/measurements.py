@@ -111,11 +111,10 @@ class WorkBuilder:
     """Adds up what one process computed on its devices. For one thread."""
 
     def __init__(self) -> None:
-        #: By the device's place: seconds and joules of the last reading.
+        #: Seconds and joules of the last reading of each device, by the device's place.
         self._last: dict[int, tuple[float, float | None]] = {}
         self._known_s = self._busy_s = 0.0
-        #: Energy in joules: of each device the part of its energy that is the process's part of its computing; `None`:
-        #: not known.
+        #: Joules that the devices took while they computed, in the process's part of the computing; `None`: not known.
         self.energy_j: float | None = None
 
     @property

@@ -249,7 +249,7 @@ class DeviceView:
         self._growths: dict[DeviceKey, dict[str, Growth]] = {}
         #: By device and child process: bytes of that process and its descendants, by process id.
         self._by_root: dict[DeviceKey, dict[int, dict[int, int]]] = {}
-        #: By device: what its processes computed.
+        #: Work of the processes of each device, by device.
         self._works: dict[DeviceKey, DeviceWork | None] = {}
         #: Monotonic seconds when the states of all devices were last dropped.
         self._all_s = float("-inf")

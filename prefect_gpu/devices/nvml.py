@@ -83,7 +83,7 @@ class NvmlReader(DeviceReader):
         self._clock: Clock = clock or RealClock()
         self._table = table or ProcessTable(clock=self._clock)
         self._memory = memory
-        #: By which NVML dates samples of utilisation, in seconds since the epoch.
+        #: Returns seconds since the epoch, the time by which NVML dates samples of utilisation.
         self._wall_clock = wall_clock
         #: Whether the driver lists process ids of this PID namespace, as outside of containers. In a container drivers
         #: list the host's ids, or translate them for the list and then look up the memory of the host's process with

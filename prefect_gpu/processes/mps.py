@@ -15,6 +15,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 # `typing` is not loaded under `-S`.
 from collections.abc import Mapping
@@ -35,6 +37,9 @@ NO_PIPES = "/dev/null/no-mps"
 
 #: Seconds in which the daemon must start, answer or end.
 ANSWER_S = 10.0
+
+#: Seconds to wait for other flows that start or end the daemon: one that was stopped must not hold this one up.
+TURN_S = 30.0
 
 #: Parts of the texts of errors after which the server ends all its clients, and of those that a client then gets. A
 #: device-side assertion is none of them: it leaves other clients unharmed (H100, driver 580).
@@ -122,8 +127,8 @@ class MpsDaemon:
             os.makedirs(path, mode=0o700, exist_ok=True)
         self._used = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            # Waits for a keeper that is ending the last daemon.
-            fcntl.flock(self._used, fcntl.LOCK_SH)
+            # A keeper may be ending the last daemon.
+            _lock(self._used, fcntl.LOCK_SH)
             _start(folder, self.pipes)
         except BaseException:
             self.leave()
@@ -153,7 +158,7 @@ def _start(folder: str, pipes: str) -> None:
     """Start a daemon and its keeper unless they run; raise `MpsError` if that fails."""
     turn = os.open(os.path.join(folder, "start"), os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        _lock(turn, fcntl.LOCK_EX)
         if ask("get_server_list", pipes) is None:
             _start_daemon(folder, pipes)
         if not _has_keeper(folder):
@@ -163,10 +168,34 @@ def _start(folder: str, pipes: str) -> None:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
+                env=_environment(),
                 cwd="/",
             )
     finally:
         os.close(turn)
+
+
+def _lock(descriptor: int, operation: int) -> None:
+    """Lock a file; raise `MpsError` if that takes longer than `TURN_S`."""
+    deadline, pause = time.monotonic() + TURN_S, threading.Event()
+    while True:
+        try:
+            fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                problem = f"another process starts or ends its daemon for more than {TURN_S:g} s"
+                raise MpsError(problem) from None
+            pause.wait(0.02)
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment without what belongs to one flow: its devices, and the task that it runs in."""
+    # Imported late: the keeper has no package.
+    from prefect_gpu.processes.guardian import TOKEN_VARIABLE
+
+    left_out = ("CUDA_VISIBLE_DEVICES", TOKEN_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _start_daemon(folder: str, pipes: str) -> None:
@@ -176,7 +205,7 @@ def _start_daemon(folder: str, pipes: str) -> None:
         try:
             code = subprocess.run(
                 [CONTROL, "-d"],
-                env={**os.environ, PIPES: pipes, LOGS: logs},
+                env={**_environment(), PIPES: pipes, LOGS: logs},
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

@@ -35,14 +35,14 @@ from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.child.channel import current_channel
 from prefect_gpu.devices.host import count_cores, read_machine
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.shared_folder import SharedFolder, default_folder, shared_folder
+from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
 from prefect_gpu.engine.tag_limits import TagLimits
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.engine.tracebacks import CallingLine, calling_line
-from prefect_gpu.errors import CapacityError, DeviceError, PolicyError, ProtocolError
+from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
 from prefect_gpu.live.view import live_view
@@ -50,7 +50,6 @@ from prefect_gpu.policy import is_split_text, near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
-from prefect_gpu.processes.mps import MpsDaemon, MpsError
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_plan import most_by_default
 from prefect_gpu.processes.standby_pool import standby_pool
@@ -66,6 +65,7 @@ from prefect_gpu.runner.engine_threads import (
     start_engine,
     when_there,
 )
+from prefect_gpu.runner.mps_use import MpsUse, check_compute
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
@@ -94,7 +94,6 @@ CLOSING_S = 30.0
 #: Latest processes, and latest task runs without a process, that a runner outside a flow run keeps for its report. Such
 #: a runner may serve background tasks for weeks, at about 1 kB a process.
 KEPT_OUTSIDE_FLOWS = 1000
-
 
 _Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
 
@@ -176,11 +175,8 @@ class ActiveRunner:
         self._cluster: FlowCluster | None = None
         #: Why the connection to the cluster failed; `None`: not tried, or connected.
         self._no_cluster: DeviceError | None = None
-        self._mps_lock = threading.Lock()
-        self._mps: MpsDaemon | None = None
-        #: Whether MPS was wanted and cannot be used.
-        self._no_mps = False
-        #: Plan and standby kind by the `id` of a function. The plan keeps the function alive: its `id` stays unique.
+        self._mps = MpsUse(lambda text: self._warn_once(text, text))
+        #: Plan and standby kind by the `id` of a function, which the plan keeps alive.
         self._kinds: dict[int, tuple[TaskPlan, Kind]] = {}
 
     def submit(
@@ -264,12 +260,7 @@ class ActiveRunner:
             policy = parse_tags(task.tags, around)
             if policy is None:
                 return None
-            if policy.compute is not None and self._configuration.sharing != "mps":
-                raise PolicyError(
-                    f"gpu:compute={policy.compute * 100:.6g}%",
-                    "tasks of this runner share a GPU by time",
-                    'no gpu:compute, or GPUTaskRunner(sharing="mps")',
-                )
+            check_compute(policy, self._configuration.sharing)
             if self._configuration.address:
                 # On the flow's thread, which is the main one: Ray sets signal handlers.
                 self._open_cluster()
@@ -454,21 +445,8 @@ class ActiveRunner:
 
     def mps_pipes(self) -> str | None:
         """Return the folder of the MPS daemon whose clients tasks are to be; `None`: they share a GPU by time."""
-        if self._configuration.sharing != "mps":
-            return None
-        reader = self.broker().reader
-        with self._mps_lock:
-            if self._mps is None and not self._no_mps:
-                try:
-                    if problem := reader.mps_refusal():
-                        raise MpsError(problem)
-                    folder = default_folder() / "mps"
-                    self._mps = MpsDaemon(str(folder), os.environ)
-                except (MpsError, OSError) as error:
-                    self._no_mps = True
-                    text = f"sharing='mps' has no effect: {error}. Tasks on a GPU compute by turns."
-                    self._warn_once(text, text)
-            return None if self._mps is None else self._mps.pipes
+        is_used = self._configuration.sharing == "mps"
+        return self._mps.pipes(self.broker().reader) if is_used else None
 
     def cluster_launcher(self) -> Launcher | None:
         """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
@@ -566,9 +544,7 @@ class ActiveRunner:
             self._leave_view()
             if self._watched is not None:
                 self._watched.fault_watchers.discard(self._emit_set_aside)
-            with self._mps_lock:
-                if self._mps is not None:
-                    self._mps.leave()
+            self._mps.leave()
             with self._cluster_lock:
                 opened, self._cluster = self._cluster, None
             if opened is not None:

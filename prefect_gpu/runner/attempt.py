@@ -85,7 +85,7 @@ class Attempt:
         self._broker = broker
         self._launcher = launcher
         self._mps_pipes = mps_pipes
-        #: Folder of the MPS daemon whose client the process is; empty: it is no client of any; `None`: MPS is not used.
+        #: Folder of the MPS daemon of which the process is a client. Empty: it is no client. `None`: the runner does not use MPS.
         self._pipes: str | None = None
         self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
         self._ticket: Ticket | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes import mps
+from prefect_gpu.processes.guardian import TOKEN_VARIABLE
 from prefect_gpu.processes.mps import MpsDaemon, MpsError
 
 #: Answers as NVIDIA's does (driver 580): a daemon with `-d`, else commands from standard input.
@@ -206,3 +208,31 @@ def test_without_the_control_program_there_is_an_error(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(MpsError, match="nvidia-cuda-mps-control, a part of NVIDIA's driver"):
         MpsDaemon(str(folder), os.environ)
+
+
+def test_a_flow_that_was_stopped_as_it_starts_the_daemon_holds_no_other_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps, "TURN_S", 0.1)
+    folder.mkdir(parents=True)
+    with (folder / "start").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        with pytest.raises(MpsError, match="another process starts or ends its daemon for more"):
+            MpsDaemon(str(folder), os.environ)
+    used = MpsDaemon(str(folder), os.environ)
+    used.leave()
+    assert eventually(lambda: daemon_of(used.pipes) is None)
+
+
+def test_the_daemon_has_nothing_of_the_flow_that_starts_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv(TOKEN_VARIABLE, "outer")
+    used = MpsDaemon(str(folder), os.environ)
+    assert eventually(lambda: len(keepers(folder)) == 1)
+    for pid in (daemon_of(used.pipes), *keepers(folder)):
+        variables = psutil.Process(pid).environ()
+        assert {"CUDA_VISIBLE_DEVICES", TOKEN_VARIABLE}.isdisjoint(variables)
+    used.leave()
+    assert eventually(lambda: daemon_of(used.pipes) is None)

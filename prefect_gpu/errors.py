@@ -218,3 +218,8 @@ def short_text(error: BaseException) -> str:
     except Exception:
         text = f"{type(error).__name__}, whose text cannot be had"
     return text if len(text) <= 500 else text[:500] + "…"
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a note to an error. Python 3.10 has no method for it, and shows none in a traceback."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]

@@ -25,10 +25,12 @@ from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.errors import FrameworkError, ProtocolError
+from prefect_gpu.devices.cuda_driver import context_fault
+from prefect_gpu.errors import FrameworkError, ProtocolError, add_note
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.process_resources import read_own_bytes
+from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import InterpreterState
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Call, Prepare
@@ -145,11 +147,16 @@ def _run(
             recorder.begin()
             try:
                 result = run_body(call)
+                if mps.is_client(os.environ) and (fault := context_fault()):
+                    # The body may have caught the error that another client's fault gave it.
+                    raise RuntimeError(f"The device failed while the task ran: {fault}")
             except BaseException as error:
                 failed = error
-                registrations.add_note(error, call.function)
+                registrations.note_missing(error, call.function)
                 # At once, before other processes take memory and before the body's frames are released.
                 shortage = find_shortage(error, names, readings)
+                if fault := context_fault():
+                    add_note(error, f"The device's context ended with {fault}.")
                 late_prefect.roll_back()
                 raise
             finally:

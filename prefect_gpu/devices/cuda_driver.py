@@ -19,6 +19,9 @@ _RELAXED = 2
 #: Result of a driver's call before the driver was initialised (`CUDA_ERROR_NOT_INITIALIZED`).
 _NOT_INITIALIZED = 3
 
+#: Results of a query of a stream for faults that end a context: of a kernel (700, 710 to 719), of MPS (805 to 810).
+_FAULTS = frozenset((700, *range(710, 720), *range(805, 811)))
+
 
 def loaded_driver() -> ctypes.CDLL | None:
     """Return the CUDA driver's library; `None`: this process has not loaded it."""
@@ -74,6 +77,37 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
     failed = driver.cuCtxGetId(context, ctypes.byref(identity))
     driver.cuDevicePrimaryCtxRelease_v2(device)
     return None if failed else identity.value
+
+
+def context_fault() -> str:
+    """Return the driver's name of the fault that ended this thread's context, else device 0's primary one; "": none.
+
+    Such a fault (an illegal address, an assertion, the end of the MPS server) is the answer to every later call.
+    """
+    driver = loaded_driver()
+    if driver is None:
+        return ""
+    context, device, active = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)):
+        return ""
+    if not context.value:
+        found = ctypes.byref(ctypes.c_uint()), ctypes.byref(active)
+        if driver.cuDeviceGet(ctypes.byref(device), 0):
+            return ""
+        if driver.cuDevicePrimaryCtxGetState(device, *found) or not active.value:
+            return ""
+        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            return ""
+        driver.cuDevicePrimaryCtxRelease_v2(device)
+    with unbound_by_captures():
+        driver.cuCtxPushCurrent_v2(context)
+        code = driver.cuStreamQuery(None)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    if code not in _FAULTS:
+        return ""
+    name = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(name))
+    return (name.value or b"CUDA_ERROR_UNKNOWN").decode()
 
 
 class PrimaryContexts:

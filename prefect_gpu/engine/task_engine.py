@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import textwrap
 import time
 from asyncio import CancelledError
@@ -83,14 +82,6 @@ def ended_by(error: BaseException | None) -> CancelledByRunner:
 
 #: Prefix of the notes that this package adds to errors.
 NOTE = "prefect_gpu: "
-
-
-def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an out-of-memory error. Python 3.10 does not show notes in a traceback."""
-    if sys.version_info >= (3, 11):
-        error.add_note(NOTE + text)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), NOTE + text]  # type: ignore[attr-defined]
 
 
 class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
@@ -209,7 +200,7 @@ class GPUTaskRunEngine(RunnerTaskRunEngine):
             self.handle_crash(exc)
 
     def set_state(self, state: State[Any], force: bool = False) -> State[Any]:
-        """Set the task run's state. After an out-of-memory, the state's message is the advice that `add_note` added."""
+        """Set the task run's state. After an out-of-memory, the state's message is the advice in its notes with `NOTE`."""
         # Prefect's message has the error's text without its notes.
         data = state.data
         error = data if isinstance(data, Exception) else getattr(data, "result", None)

@@ -84,6 +84,11 @@ def outside_environment() -> dict[str, str | None]:
     return {PIPES: NO_PIPES, MEMORY: None, THREADS: None}
 
 
+def is_client(environ: Mapping[str, str]) -> bool:
+    """Return whether a process with these variables, set by the functions above, is a client."""
+    return environ.get(PIPES, NO_PIPES) != NO_PIPES
+
+
 def is_fault(text: str) -> bool:
     """Return whether an error's text names a fault that ends all clients of a server, or its effect on a client."""
     lower = text.lower()

@@ -388,7 +388,9 @@ class Attempt:
         """Return the tasks beside a client of MPS that ended with a CUDA fault; `None`: it was no client, or no fault."""
         if not self._pipes or self._ticket is None:
             return None
-        texts = [f"{type(ended.error).__name__}: {ended.error}"]
+        # The process notes how its context ended.
+        notes = getattr(ended.error, "__notes__", ())
+        texts = [f"{type(ended.error).__name__}: {ended.error}", *map(str, notes)]
         if isinstance(ended.outcome, process_run.Died):
             texts.append(ended.outcome.exited.stderr_tail)
         return tuple(self._ticket.neighbours) if any(map(mps.is_fault, texts)) else None

@@ -22,10 +22,10 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.broker import Broker, NeedLearned
 from prefect_gpu.cluster.expected import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_engine import CancelledByRunner, add_note, in_place_of, run_engine
+from prefect_gpu.engine.task_engine import NOTE, CancelledByRunner, in_place_of, run_engine
 from prefect_gpu.engine.task_run import EngineRun
 from prefect_gpu.engine.tracebacks import CallingLine
-from prefect_gpu.errors import PlacementError
+from prefect_gpu.errors import PlacementError, add_note
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
@@ -175,7 +175,7 @@ class BodyRun:
                 match step:
                     case steps.Raise(final, note, short):
                         if note is not None:
-                            add_note(final, note)
+                            add_note(final, NOTE + note)
                         raise final
                     case steps.Retry(_, warning, short):
                         self._call.run.warn(warning)

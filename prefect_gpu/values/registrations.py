@@ -7,11 +7,11 @@ private classes of the flow's registry are registered in the task's process, too
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
+from prefect_gpu.errors import add_note
 from prefect_gpu.frameworks.adapter import imported
 from prefect_gpu.frameworks.hooks import AfterImport
 from prefect_gpu.values.by_value import Key
@@ -65,13 +65,11 @@ def _register(registered: Mapping[str, Key]) -> None:
             saving.register_keras_serializable(package or "Custom", short)(found)
 
 
-def add_note(error: BaseException, function: Any) -> None:
+def note_missing(error: BaseException, function: Any) -> None:
     """Add `NOTE` to an error of a task's body if its text suggests a missing registration of a script's function."""
     try:
         fits = travels_by_value(function) and _UNREGISTERED.search(str(error)) is not None
     except Exception:  # the error's own `__str__` failed
         return
-    if fits and sys.version_info >= (3, 11):
-        error.add_note(NOTE)
-    elif fits:
-        error.__notes__ = [*getattr(error, "__notes__", ()), NOTE]  # type: ignore[attr-defined]
+    if fits:
+        add_note(error, NOTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices.cuda_driver import DRIVER_LIBRARY, loaded_driver, unbound_by_captures
+from prefect_gpu.processes import mps
+from tests.process.rig import Rig
 
 #: Two devices. `create` and `destroy` are for the test; everything else is the driver's.
 _DRIVER = """
@@ -31,6 +34,14 @@ int mode_now() { return mode; }
 int cuThreadExchangeStreamCaptureMode(int *other) {
   int before = mode; if (failing) return failing; mode = *other; *other = before; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { users[device]--; return 0; }
+static int answer; int break_with(int code) { answer = code; return 0; }
+static __thread int pushed; int count_pushed() { return pushed; }
+int cuCtxGetCurrent(void **context) { *context = 0; return 0; }
+int cuCtxPushCurrent_v2(void *context) { pushed++; return 0; }
+int cuCtxPopCurrent_v2(void **context) { pushed--; return 0; }
+int cuStreamQuery(void *stream) { return pushed ? answer : 201; }
+int cuGetErrorName(int code, const char **name) {
+  *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_ASSERT"; return 0; }
 #ifdef WITH_IDS
 int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long long *)context; return 0; }
 #endif
@@ -96,14 +107,71 @@ def test_without_a_driver_a_thread_is_bound() -> None:
         assert unbound is False
 
 
-def _report(folder: Path, lines: list[str], *options: str) -> str:
-    """Return what is seen after some lines, and how many use each context."""
+def _break(library: str, code: int, message: str) -> str:
+    """End the device's context as a fault does, and raise an error without the fault's name unless `message` is empty."""
+    driver = ctypes.CDLL(library)
+    driver.create(0)
+    driver.break_with(code)
+    if message:
+        raise RuntimeError(message)
+    return f"pushed: {driver.count_pushed()}"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+@pytest.mark.parametrize(
+    ("code", "message", "is_client", "expected"),
+    [
+        # cuDNN's text says nothing of what its context has met.
+        (
+            700,
+            "EXECUTION_FAILED",
+            True,
+            "The device's context ended with CUDA_ERROR_ILLEGAL_ADDRESS.",
+        ),
+        (
+            700,
+            "EXECUTION_FAILED",
+            False,
+            "The device's context ended with CUDA_ERROR_ILLEGAL_ADDRESS.",
+        ),
+        (710, "failed", True, "The device's context ended with CUDA_ERROR_ASSERT."),
+        # A body that catches the error must not return what it makes without a device.
+        (700, "", True, "The device's context ended with CUDA_ERROR_ILLEGAL_ADDRESS."),
+        (700, "", False, None),
+        (0, "", True, None),
+        # Kernels still run.
+        (600, "", True, None),
+        (2, "out of memory", True, ""),
+    ],
+)
+def test_an_error_says_how_the_context_ended(
+    rig: Rig, tmp_path: Path, code: int, message: str, is_client: bool, expected: str | None
+) -> None:
+    library = os.fspath(_compile(tmp_path))
+    environment = mps.client_environment("/mps", None, None) if is_client else None
+    child = rig.start(_break, library, code, message, environment=environment)
+    if expected is None:
+        assert child.value() == "pushed: 0"
+        return
+    with pytest.raises(RuntimeError, match=message or "failed while the task ran") as caught:
+        child.value()
+    assert "".join(getattr(caught.value, "__notes__", ())) == expected
+    assert mps.is_fault(expected) is (code == 700)
+
+
+def _compile(folder: Path, *options: str) -> Path:
     source, library = folder / "driver.c", folder / DRIVER_LIBRARY
     source.write_text(_DRIVER)
     subprocess.run(
         ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", *options, "-o", library, source],
         check=True,
     )
+    return library
+
+
+def _report(folder: Path, lines: list[str], *options: str) -> str:
+    """Return what is seen after some lines, and how many use each context."""
+    library = _compile(folder, *options)
     program = [
         "import ctypes",
         "from prefect_gpu.devices.cuda_driver import PrimaryContexts",

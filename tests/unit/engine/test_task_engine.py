@@ -12,7 +12,7 @@ from prefect.states import Failed, Running
 
 from prefect_gpu.engine import task_engine
 from prefect_gpu.engine.task_engine import CancelledByRunner, GPUTaskRunEngine
-from prefect_gpu.errors import ChildDiedError, PlacementError
+from prefect_gpu.errors import ChildDiedError, PlacementError, add_note
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_the_end_of_the_runner_ends_the_wait_for_a_retry_and_is_no_error(
 
 def test_the_state_after_an_out_of_memory_says_what_helps(states: list[State[Any]]) -> None:
     error = MemoryError("no more")
-    task_engine.add_note(error, "gpu:memory=2GiB would do")
+    add_note(error, task_engine.NOTE + "gpu:memory=2GiB would do")
     work, _ = asked_of(False)
     new_engine(work).set_state(Failed(data=error, message="as Prefect words it"))
     assert states[-1].message == "Out of memory: gpu:memory=2GiB would do (MemoryError: no more)"

@@ -24,6 +24,7 @@ from prefect_gpu.errors import (
     PlacementTimeoutError,
     ProtocolError,
     ResultError,
+    add_note,
 )
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.policy import GPUPolicy
@@ -521,7 +522,8 @@ def test_which_processes_are_clients_of_mps(
 
 
 def test_a_fault_of_a_client_names_the_tasks_beside_it() -> None:
-    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+    add_note(error, "The device's context ended with CUDA_ERROR_ILLEGAL_ADDRESS.")
     for pipes, beside in ((None, None), ("/mps", ("train",))):
         scene = Scene(*ended(error), ChildExited(1, ""), pipes=pipes)
         scene.attempt.place()

@@ -29,6 +29,9 @@ PIPES, LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 #: Most memory of a client on each of its devices, and part of the multiprocessors that it may use.
 MEMORY, THREADS = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 
+#: File of the daemon's process id, in the folder of its pipes.
+PID_FILE = f"{CONTROL}.pid"
+
 #: Where a daemon is that was started without `PIPES`.
 DEFAULT_PIPES = "/tmp/nvidia-mps"
 
@@ -127,7 +130,7 @@ class MpsDaemon:
                 #: Folder by which clients find the daemon.
                 self.pipes = pipes
                 return
-        self.pipes = os.path.join(folder, "pipe")
+        self._folder, self.pipes = folder, os.path.join(folder, "pipe")
         for path in (folder, self.pipes, os.path.join(folder, "log")):
             os.makedirs(path, mode=0o700, exist_ok=True)
         self._used = os.open(os.path.join(folder, "users"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -138,6 +141,14 @@ class MpsDaemon:
         except BaseException:
             self.leave()
             raise
+
+    def revive(self) -> None:
+        """Start the daemon again if it was killed: without one, PyTorch finds no GPU. Raise `MpsError` if that fails."""
+        if not _was_killed(self.pipes):
+            return
+        if self._used is None:
+            raise MpsError(f"the daemon in {self.pipes} has ended")
+        _start(self._folder, self.pipes)
 
     def leave(self) -> None:
         """Stop using the daemon. The keeper ends it if no other flow uses it."""
@@ -156,6 +167,19 @@ def _runs_here(pipes: str) -> bool:
         return True
     if owner != os.getuid():
         raise MpsError(f"the daemon of another user (id {owner}) has the GPUs, in {pipes}")
+    return False
+
+
+def _was_killed(pipes: str) -> bool:
+    """Return whether a daemon's process has ended, but has not removed its files."""
+    try:
+        with open(os.path.join(pipes, PID_FILE), encoding="utf-8") as file:
+            os.kill(int(file.read()), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):
+        # It is another user's, or in a container of its own.
+        return False
     return False
 
 

@@ -37,18 +37,22 @@ class MpsUse:
     def pipes(self, reader: DeviceReader) -> str | None:
         """Return the folder by which clients find the daemon; `None`: MPS cannot be used with these devices."""
         with self._lock:
-            if self._daemon is None and not self._failed:
+            if not self._failed:
                 try:
+                    if self._daemon is not None:
+                        self._daemon.revive()
+                        return self._daemon.pipes
                     if problem := reader.mps_refusal():
                         raise MpsError(problem)
                     folder = shared_folder(None).path / "mps"
                     self._daemon = MpsDaemon(str(folder), os.environ)
+                    return self._daemon.pipes
                 except (MpsError, OSError) as error:
                     self._failed = True
                     self._warn(
                         f"sharing='mps' has no effect: {error}. Tasks on a GPU compute by turns."
                     )
-            return None if self._daemon is None else self._daemon.pipes
+            return None
 
     def leave(self) -> None:
         """Stop using the daemon; without effect if it was not used."""

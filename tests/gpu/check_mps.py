@@ -3,8 +3,8 @@
     python -m tests.gpu.check_mps [--seconds 15]
 
 One, four and eight trainings of a small ResNet at the same time, by turns and with MPS: steps a second of all together. Then a
-client takes more than its budget with an allocator that nothing caps. Then four tasks run, one of which reads an illegal
-address: the others must end right. In the end no daemon may be left.
+client takes more than its budget with an allocator that nothing caps. Then three tasks compute beside one that does harm, of
+each kind: each must end right, without a retry of Prefect. In the end no process and no daemon may be left.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pynvml
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.devices.shared_folder import default_folder
 from prefect_gpu.processes import mps
-from tests.gpu._checks import GIB, MIB, run, say, table
+from tests.gpu._checks import GIB, MIB, nvml_handles, run, say, table
 
 COUNTS = (1, 4, 8)
 
@@ -51,7 +55,7 @@ def train(until_s: float) -> tuple[int, float]:
         optimizer.step()
         steps += 1
         if steps == 20:
-            loss20 = float(loss)
+            loss20 = float(loss.detach())
     torch.cuda.synchronize()
     return steps, loss20
 
@@ -71,18 +75,118 @@ def take() -> int:
     return given
 
 
-@task(tags=gpu(memory="4GiB", framework="cupy"))
-def fault(marker: str) -> str:
-    """Write to an illegal address the first time."""
-    import cupy
+@task(tags=gpu(memory="4GiB", framework="torch"))
+def work(seconds: float) -> float:
+    """Compute for a while as anybody's program does; return what does not depend on the time."""
+    import torch
 
-    if not Path(marker).exists():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    until_s = time.monotonic() + seconds
+    layer = torch.nn.Conv2d(8, 8, 3, padding=1).to(device)
+    x = torch.ones(16, 8, 64, 64, device=device)
+    while time.monotonic() < until_s:
+        layer(x).sum().backward()
+        layer.zero_grad()
+    # A task that trains on the processor without a word has no device.
+    return float(x.sum()) if x.is_cuda else -1.0
+
+
+@task(tags=gpu(memory="4GiB", framework="torch"))
+def fault(kind: str, marker: str) -> str:
+    """Do harm a second after the others have begun: the first time only, if it is of a kind that runs again."""
+    import torch
+
+    x = torch.ones(8, device="cuda")
+    time.sleep(1)
+    if kind == "kill -9 of a client":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "assertion":
+        x[torch.full((8,), 100, device="cuda")].sum().item()
+    if kind == "illegal address" and not Path(marker).exists():
+        import cupy
+
         Path(marker).touch()
-        time.sleep(3)
         text = 'extern "C" __global__ void put(float* at) { *at = 1.0f; }'
         cupy.RawKernel(text, "put")((1,), (1,), (cupy.uint64(16),))
-    cupy.cuda.runtime.deviceSynchronize()
-    return "ended"
+        cupy.cuda.runtime.deviceSynchronize()
+    time.sleep(1)
+    return str(float(x.sum()))
+
+
+#: Kinds of faults, and whether the task that does the harm must end right.
+KINDS = {
+    "illegal address": True,
+    "assertion": False,
+    "kill -9 of a client": False,
+    "kill -9 of the server": True,
+    "kill -9 of the daemon": True,
+}
+
+
+def kill(name: str) -> None:
+    """Kill the processes whose names begin so; the kernel keeps 15 characters of a name."""
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            words = (comm.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if name.encode() in words.split(b"\0")[0]:
+            os.kill(int(comm.parent.name), signal.SIGKILL)
+
+
+def one_round(kind: str) -> list[str]:
+    """Let three tasks compute beside one that does harm; return what is not as it should be."""
+    marker = f"/tmp/prefect-gpu-fault-{time.monotonic_ns()}"
+    others = [work.submit(2.5) for _ in range(3)]
+    harmful = fault.submit(kind, marker)
+    if kind.endswith(("server", "daemon")):
+        time.sleep(1.5)
+        kill("nvidia-cuda-mps-server" if kind.endswith("server") else mps.CONTROL)
+    found = [each.result(raise_on_failure=False) for each in others]
+    problems = [f"{kind}: a neighbour ended with {each!r}" for each in found if each != 524288.0]
+    ended = harmful.result(raise_on_failure=False)
+    if KINDS[kind] and ended != "8.0":
+        problems.append(f"{kind}: the task itself ended with {ended!r}")
+    if not KINDS[kind] and not isinstance(ended, Exception):
+        problems.append(f"{kind}: the task itself ended with {ended!r}, but did harm")
+    return problems
+
+
+#: Started as a flow that is killed.
+KILLED = """
+import time
+from tests.gpu.check_mps import in_flow, work
+in_flow("mps", "nvml", lambda: [each.result() for each in [work.submit(60) for _ in range(4)]])
+"""
+
+
+def kill_flow() -> list[str]:
+    """Kill a flow in whose midst four clients compute; return what is left of it after five seconds."""
+    flow = subprocess.Popen([sys.executable, "-c", KILLED], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    handles = nvml_handles()
+    while len(compute_processes(handles)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    seen = len(compute_processes(handles))
+    flow.kill()
+    flow.wait()
+    time.sleep(5)
+    left = compute_processes(handles)
+    problems = [f"kill -9 of the flow: {seen} clients were seen"] if seen < 4 else []
+    return problems + [f"kill -9 of the flow: left after 5 s: {left}"] * bool(left) + daemon_left()
+
+
+def compute_processes(handles: list[Any]) -> list[int]:
+    return [p.pid for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(h)]
+
+
+def daemon_left() -> list[str]:
+    """Return a problem if the daemon still answers after ten seconds."""
+    deadline = time.monotonic() + 10
+    pipes = str(default_folder() / "mps" / "pipe")
+    while (left := mps.ask("get_server_list", pipes)) is not None and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return [] if left is None else ["the daemon is left"]
 
 
 def in_flow(sharing: Any, devices: str, make: Any) -> Any:
@@ -109,7 +213,7 @@ def trainings(sharing: str, count: int, seconds: float, devices: str) -> list[tu
 def check(options: argparse.Namespace) -> list[str]:
     """Measure, then take too much, then fail."""
     problems, rows, losses = [], [], set()
-    for count in COUNTS:
+    for count in [count for _ in range(options.turns) for count in COUNTS]:
         rates = {}
         for sharing in ("time", "mps"):
             found = trainings(sharing, count, options.seconds, options.devices)
@@ -126,30 +230,40 @@ def check(options: argparse.Namespace) -> list[str]:
     say(f"cuMemAlloc gave {given / MIB:.0f} MiB of a budget of {BUDGET_BYTES / MIB:.0f} MiB")
     if given > BUDGET_BYTES + 64 * MIB:
         problems.append(f"a client took {given / MIB:.0f} MiB")
-    marker = f"/tmp/prefect-gpu-fault-{os.getpid()}"
-
-    def faulty() -> list[Any]:
-        others = [train.submit(time.time() + 10) for _ in range(3)]
-        return [fault.submit(marker).result(), *(each.result()[1] for each in others)]
-
-    try:
-        say(f"beside a fault: {in_flow('mps', options.devices, faulty)}")
-    except Exception as error:
-        problems.append(f"beside a fault: {type(error).__name__}: {error}")
-    deadline = time.monotonic() + 10
-    pipes = str(default_folder() / "mps" / "pipe")
-    while (left := mps.ask("get_server_list", pipes)) is not None and time.monotonic() < deadline:
-        time.sleep(0.2)
-    if left is not None:
-        problems.append("the daemon is left")
-    say(subprocess.run(["pgrep", "-af", "mps"], capture_output=True, text=True).stdout.strip())
+    problems += daemon_left()
+    table(["fault", "rounds", "wrong", "seconds"], list(faults(options, problems)))
     return problems
+
+
+def faults(options: argparse.Namespace, problems: list[str]) -> Iterator[tuple[str, ...]]:
+    """Do harm of each kind; add what is wrong to `problems`."""
+    for kind in KINDS:
+        began_s = time.monotonic()
+
+        def rounds(kind: str = kind) -> list[list[str]]:
+            # A first one, so that the process that is forked has imported everything.
+            work.submit(0.0).result()
+            return [one_round(kind) for _ in range(options.rounds)]
+
+        found = in_flow("mps", options.devices, rounds) if options.rounds else []
+        found.append(daemon_left())
+        problems += chain.from_iterable(found)
+        wrong = sum(map(bool, found))
+        yield kind, str(options.rounds), str(wrong), f"{time.monotonic() - began_s:.0f}"
+    began_s = time.monotonic()
+    found = [kill_flow() for _ in range(options.kills)]
+    problems += chain.from_iterable(found)
+    wrong = sum(map(bool, found))
+    yield "kill -9 of the flow", str(options.kills), str(wrong), f"{time.monotonic() - began_s:.0f}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=15.0, help="of each set of trainings")
-    return run(check, parser, limit_s=300)
+    parser.add_argument("--turns", type=int, default=1, help="of each set of trainings")
+    parser.add_argument("--rounds", type=int, default=20, help="of each kind of fault")
+    parser.add_argument("--kills", type=int, default=20, help="of flows")
+    return run(check, parser, limit_s=580)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -32,6 +33,8 @@ if sys.argv[1:] == ["-d"]:
             time.sleep(0.01)
         sys.exit(0)
     os.setsid()
+    with open(os.path.join(os.path.dirname(control), {mps.PID_FILE!r}), "w") as file:
+        file.write(f"{{os.getpid()}}\\n")
     with open(control + ".new", "w") as file:
         file.write(str(os.getpid()))
     os.rename(control + ".new", control)
@@ -68,7 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(mps, "DEFAULT_PIPES", str(tmp_path / "default"))
     yield tmp_path / "mps"
     for control in tmp_path.rglob("control"):
-        os.kill(int(control.read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(control.read_text()), signal.SIGKILL)
 
 
 def daemon_of(pipes: str) -> int | None:
@@ -102,6 +106,32 @@ def start_daemon(pipes: Path) -> None:
     pipes.mkdir()
     environment = {**os.environ, mps.PIPES: str(pipes)}
     subprocess.run([mps.CONTROL, "-d"], env=environment, check=True)
+
+
+def test_a_daemon_that_was_killed_is_started_again_and_ended_by_its_keeper(folder: Path) -> None:
+    daemon = MpsDaemon(str(folder), os.environ)
+    first = daemon_of(daemon.pipes)
+    daemon.revive()
+    assert first is not None and daemon_of(daemon.pipes) == first
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: not psutil.pid_exists(first))
+    daemon.revive()
+    second = daemon_of(daemon.pipes)
+    assert second not in (None, first) and len(keepers(folder)) == 1
+    daemon.leave()
+    assert eventually(lambda: daemon_of(daemon.pipes) is None)
+
+
+def test_the_users_own_daemon_that_was_killed_is_not_started_again(folder: Path) -> None:
+    own = folder.parent / "own"
+    start_daemon(own)
+    daemon = MpsDaemon(str(folder), {**os.environ, mps.PIPES: str(own)})
+    pid = daemon_of(str(own))
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not psutil.pid_exists(pid))
+    with pytest.raises(MpsError, match="has ended"):
+        daemon.revive()
 
 
 def test_one_daemon_serves_all_flows_and_ends_with_the_last(folder: Path) -> None:

@@ -25,7 +25,7 @@ from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.devices.cuda_driver import context_fault
+from prefect_gpu.devices.cuda_driver import context_fault, reset_context
 from prefect_gpu.errors import FrameworkError, ProtocolError, add_note
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -157,6 +157,9 @@ def _run(
                 shortage = find_shortage(error, names, readings)
                 if fault := context_fault():
                     add_note(error, f"The device's context ended with {fault}.")
+                    if mps.is_client(os.environ):
+                        # Half a second after an assertion the kernels of other clients hang (H200, driver 580).
+                        reset_context()
                 late_prefect.roll_back()
                 raise
             finally:

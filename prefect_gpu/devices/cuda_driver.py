@@ -110,6 +110,13 @@ def context_fault() -> str:
     return (name.value or b"CUDA_ERROR_UNKNOWN").decode()
 
 
+def reset_context() -> None:
+    """Destroy device 0's primary context, with all that this process has on the device."""
+    driver, device = loaded_driver(), ctypes.c_int()
+    if driver is not None and not driver.cuDeviceGet(ctypes.byref(device), 0):
+        driver.cuDevicePrimaryCtxReset_v2(device)
+
+
 class PrimaryContexts:
     """Detects whether the primary context of one of `count` visible devices was destroyed. For one thread at a time.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import os
 import signal
 import subprocess
@@ -81,12 +82,15 @@ def work(seconds: float) -> float:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Where it hangs, if it does.
+    faulthandler.dump_traceback_later(15 + seconds)
     until_s = time.monotonic() + seconds
     layer = torch.nn.Conv2d(8, 8, 3, padding=1).to(device)
     x = torch.ones(16, 8, 64, 64, device=device)
     while time.monotonic() < until_s:
         layer(x).sum().backward()
         layer.zero_grad()
+    faulthandler.cancel_dump_traceback_later()
     # A task that trains on the processor without a word has no device.
     return float(x.sum()) if x.is_cuda else -1.0
 
@@ -237,7 +241,7 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def faults(options: argparse.Namespace, problems: list[str]) -> Iterator[tuple[str, ...]]:
     """Do harm of each kind; add what is wrong to `problems`."""
-    for kind in KINDS:
+    for kind in options.kinds or KINDS:
         began_s = time.monotonic()
 
         def rounds(kind: str = kind) -> list[list[str]]:
@@ -262,6 +266,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each set of trainings")
     parser.add_argument("--turns", type=int, default=1, help="of each set of trainings")
     parser.add_argument("--rounds", type=int, default=20, help="of each kind of fault")
+    parser.add_argument("--kinds", action="append", choices=KINDS, help="of faults; default: all")
     parser.add_argument("--kills", type=int, default=20, help="of flows")
     return run(check, parser, limit_s=580)
 

@@ -18,6 +18,7 @@ from tests.process.rig import Rig
 
 #: Two devices. `create` and `destroy` are for the test; everything else is the driver's.
 _DRIVER = """
+#include <unistd.h>
 static unsigned long long ids[2], made; static int failing, users[2];
 int create(int device) { ids[device] = ++made; users[device] = 1; return 0; }
 int destroy(int device) { ids[device] = 0; return 0; }
@@ -42,6 +43,7 @@ int cuCtxPopCurrent_v2(void **context) { pushed--; return 0; }
 int cuStreamQuery(void *stream) { return pushed ? answer : 201; }
 int cuGetErrorName(int code, const char **name) {
   *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_ASSERT"; return 0; }
+int cuDevicePrimaryCtxReset_v2(int device) { write(1, "reset ", 6); return 0; }
 #ifdef WITH_IDS
 int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long long *)context; return 0; }
 #endif
@@ -145,7 +147,13 @@ def _break(library: str, code: int, message: str) -> str:
     ],
 )
 def test_an_error_says_how_the_context_ended(
-    rig: Rig, tmp_path: Path, code: int, message: str, is_client: bool, expected: str | None
+    rig: Rig,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    code: int,
+    message: str,
+    is_client: bool,
+    expected: str | None,
 ) -> None:
     library = os.fspath(_compile(tmp_path))
     environment = mps.client_environment("/mps", None, None) if is_client else None
@@ -157,6 +165,9 @@ def test_an_error_says_how_the_context_ended(
         child.value()
     assert "".join(getattr(caught.value, "__notes__", ())) == expected
     assert mps.is_fault(expected) is (code == 700)
+    child.exit()
+    # Others would wait for its kernels.
+    assert ("reset" in capfd.readouterr().out) is (is_client and bool(expected))
 
 
 def _compile(folder: Path, *options: str) -> Path:

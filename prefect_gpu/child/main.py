@@ -157,9 +157,6 @@ def _run(
                 shortage = find_shortage(error, names, readings)
                 if fault := context_fault():
                     add_note(error, f"The device's context ended with {fault}.")
-                    if mps.is_client(os.environ):
-                        # Half a second after an assertion the kernels of other clients hang (H200, driver 580).
-                        reset_context()
                 late_prefect.roll_back()
                 raise
             finally:
@@ -175,6 +172,9 @@ def _run(
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
+        if mps.is_client(os.environ) and context_fault():
+            # Half a second after an assertion the kernels of other clients hang (H200, driver 580).
+            reset_context()
         if failed is None:
             # Memory may also run out as the call is read, a framework is set up, or the result is copied to the host.
             failed, shortage = error, find_shortage(error, names, readings)

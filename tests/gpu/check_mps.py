@@ -268,7 +268,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20, help="of each kind of fault")
     parser.add_argument("--kinds", action="append", choices=KINDS, help="of faults; default: all")
     parser.add_argument("--kills", type=int, default=20, help="of flows")
-    return run(check, parser, limit_s=580)
+    return run(check, parser, limit_s=580, quiet=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def publish_leaderboard(
     key: str | None = None,
     smaller_is_better: bool = False,
 ) -> UUID:
-    """Publish an artifact that lists task runs ordered by a metric, with their times and memory; return its id.
+    """Publish an artifact that lists task runs ordered by a metric, with their times, memory and energy; return its id.
 
     Call this function inside the flow. It waits until the task runs have ended. A task run that failed, was cached, or
     did not report the metric comes last, without a value.
@@ -92,6 +92,8 @@ def _row(entry: PrefectFuture[Any] | LeaderboardRow, metric: str, active: Any) -
         report.peak_process_bytes or None,
         ", ".join(dict.fromkeys(device.name for device in report.devices)),
         problem,
+        report.busy_fraction,
+        report.energy_j,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prefect_gpu.reports.canvas import GRID, INK, MUTED, Canvas, byte_ticks, shorten
 from prefect_gpu.reports.markup import escape, image, table
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.units import format_bytes, format_joules, format_seconds
 
 #: Most rows in the plot and in the table.
 MOST_ROWS = 200
@@ -36,6 +37,10 @@ class LeaderboardRow:
     device: str = ""
     #: Why the run has no value; empty: not known.
     problem: str = ""
+    #: Part of the run time in which the GPU computed for the process, from 0 to 1; `None`: not known.
+    busy_fraction: float | None = None
+    #: Energy in joules that the GPU took for the process; `None`: not known.
+    energy_j: float | None = None
 
 
 def rank(rows: Sequence[LeaderboardRow], smaller_is_better: bool) -> list[LeaderboardRow]:
@@ -60,22 +65,36 @@ def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     shown = ranked[:MOST_ROWS]
     if svg := _plot(shown, metric):
         parts.append(image(f"{metric} against memory", svg))
-    heads = ["#", "name", escape(metric), "time", "peak memory", "device"]
-    rows = [
-        [
-            str(at),
-            escape(row.name),
-            escape(row.problem, 200) if row.value is None else f"{row.value:.6g}",
-            "" if row.seconds is None else format_seconds(row.seconds),
-            "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
-            escape(row.device),
-        ]
-        for at, row in enumerate(shown, 1)
+    columns: list[tuple[str, list[str]]] = [
+        ("#", [str(at) for at in range(1, len(shown) + 1)]),
+        ("name", [escape(row.name) for row in shown]),
+        (
+            escape(metric),
+            [
+                escape(row.problem, 200) if row.value is None else f"{row.value:.6g}"
+                for row in shown
+            ],
+        ),
+        ("time", [_words(format_seconds, row.seconds) for row in shown]),
+        ("peak memory", [_words(format_bytes, row.peak_bytes) for row in shown]),
+        ("GPU computed", [_words("{:.0%}".format, row.busy_fraction) for row in shown]),
+        ("energy", [_words(format_joules, row.energy_j) for row in shown]),
+        ("device", [escape(row.device) for row in shown]),
     ]
-    parts.append(table(heads, rows, right=(0, 2, 3, 4)))
+    # Most drivers in containers tell nothing of a process's work.
+    columns = [
+        each for each in columns if each[0] not in ("GPU computed", "energy") or any(each[1])
+    ]
+    heads = [head for head, _ in columns]
+    rows = [list(cells) for cells in zip(*(cells for _, cells in columns), strict=True)]
+    parts.append(table(heads, rows, right=(0, *range(2, len(heads) - 1))))
     if len(ranked) > len(shown):
         parts.append(f"{len(ranked) - len(shown)} more are left out.")
     return "\n\n".join(parts)
+
+
+def _words(shown: Callable[[Any], str], value: float | None) -> str:
+    return "" if value is None else shown(value)
 
 
 def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import re
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +40,15 @@ def test_a_person_reads_the_best_one_first_and_why_another_has_no_place() -> Non
     drawn = plot(text)
     assert all(f"{at} {name}" in drawn for at, name in enumerate(("best", "quick", "slow"), 1))
     assert "broken" not in drawn
+
+
+def test_the_use_of_the_gpu_is_shown_where_a_row_has_it() -> None:
+    assert "GPU computed" not in leaderboard_markdown(ROWS, "accuracy")
+    rows = [replace(ROWS[0], busy_fraction=0.034), replace(ROWS[1], energy_j=1234.0), ROWS[3]]
+    text = leaderboard_markdown(rows, "accuracy")
+    assert "| # | name | accuracy | time | peak memory | GPU computed | energy | device |" in text
+    assert "| 1 | slow | 0.9 | 20s | 2GiB | 3% |  | NVIDIA H200 |" in text
+    assert "| 2 | quick | 0.9 | 10s | 3GiB |  | 1.2kJ | NVIDIA H200 |" in text
 
 
 def test_nothing_to_show_is_said() -> None:

@@ -147,7 +147,7 @@ def _run(
             recorder.begin()
             try:
                 result = run_body(call)
-                if mps.is_client(os.environ) and (fault := context_fault()):
+                if mps.is_client(os.environ) and mps.is_fault(fault := context_fault()):
                     # The body may have caught the error that another client's fault gave it.
                     raise RuntimeError(f"The device failed while the task ran: {fault}")
             except BaseException as error:
@@ -163,6 +163,7 @@ def _run(
                 interrupts.end()
                 sampler.stop()
             recorder.finish()
+            _spare_other_clients()
             changed = late_prefect.commit()
         in_task.set_current_recorder(None)
         if changed is not None:
@@ -172,9 +173,7 @@ def _run(
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
-        if mps.is_client(os.environ) and context_fault():
-            # Half a second after an assertion the kernels of other clients hang (H200, driver 580).
-            reset_context()
+        _spare_other_clients()
         if failed is None:
             # Memory may also run out as the call is read, a framework is set up, or the result is copied to the host.
             failed, shortage = error, find_shortage(error, names, readings)
@@ -187,6 +186,12 @@ def _run(
     measured = (*sampler.last(), host_peak_bytes, recorder.metrics)
     ended = BodyEnded(raised, shortage, text, *measured, changes)
     channel.send_with_value(ended, data)
+
+
+def _spare_other_clients() -> None:
+    """Destroy a context that has ended: half a second after an assertion, others' kernels hang (H200, driver 580)."""
+    if mps.is_client(os.environ) and context_fault():
+        reset_context()
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:

@@ -140,6 +140,8 @@ def _break(library: str, code: int, message: str) -> str:
         # A body that catches the error must not return what it makes without a device.
         (700, "", True, "The device's context ended with CUDA_ERROR_ILLEGAL_ADDRESS."),
         (700, "", False, None),
+        # An assertion is the task's own.
+        (710, "", True, None),
         (0, "", True, None),
         # Kernels still run.
         (600, "", True, None),
@@ -160,6 +162,8 @@ def test_an_error_says_how_the_context_ended(
     child = rig.start(_break, library, code, message, environment=environment)
     if expected is None:
         assert child.value() == "pushed: 0"
+        child.exit()
+        assert ("reset" in capfd.readouterr().out) is (code == 710)
         return
     with pytest.raises(RuntimeError, match=message or "failed while the task ran") as caught:
         child.value()

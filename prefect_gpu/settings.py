@@ -130,6 +130,11 @@ class GPUSettings(PrefectBaseSettings):
         ge=1,
         description="Most GPU tasks on one device at once. None: as many as memory holds.",
     )
+    one_busy_task_per_device: bool = Field(
+        default=True,
+        description="Whether a task whose GPU computed for 90 % of an earlier run, of 10 s or more, waits while another such "
+        "task is on each device where it fits. By turns both would take twice as long.",
+    )
     headroom: Annotated[int | None, BeforeValidator(_read_headroom)] = Field(
         default=None,
         description="Memory of each device that is always left free, as in 512MiB, or 0; read as bytes. "

@@ -100,7 +100,9 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             devices=parse_spec(settings.devices if devices is None else devices),
             headroom_bytes=settings.headroom,
             address=settings.address or "",
-            **settings.model_dump(exclude={"devices", "headroom", "address", "ledger"}),
+            **settings.model_dump(
+                exclude={"devices", "headroom", "address", "ledger", "one_busy_task_per_device"}
+            ),
         )
         shown = given if devices is None else {"devices": devices, **given}
         #: The given arguments, for `repr`.

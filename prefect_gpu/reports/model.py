@@ -344,7 +344,7 @@ FIGURES = (
     Figure("counted_out", FLAG),
     Figure("suspended_s", SECONDS, lambda report: report.suspended_s or None, optional=True),
     Figure("sharing", TEXT, optional=True),
-    Figure("busy_fraction", DECIMAL, optional=True),
+    Figure("busy_fraction", DECIMAL, history="busy_fraction", optional=True),
     Figure("energy_j", DECIMAL, optional=True),
     Figure("steps", NUMBER, "steps.count", optional=True),
     Figure("alloc_retries", NUMBER, "steps.alloc_retries", "alloc_retries", optional=True),

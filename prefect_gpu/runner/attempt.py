@@ -222,6 +222,8 @@ class Attempt:
             # On host devices the budget is the machine's memory: do not count it twice.
             host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
+            # Clients of MPS compute at the same time.
+            fills=self._grant.fills and not self._pipes,
             nodes=policy.nodes,
             standby=self._call.standby,
             task_run_id=str(self._run.task_run.id),

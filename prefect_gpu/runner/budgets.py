@@ -23,6 +23,7 @@ from prefect_gpu.scheduling import history
 from prefect_gpu.scheduling.estimate import distance, estimate
 from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, Line, PastRun
 from prefect_gpu.scheduling.model import NEVER_BYTES, Device, Memory, ModelBudgets
+from prefect_gpu.settings import read_settings
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Grant:
     as_of: int = 0
     #: Expected seconds on its devices; `None`: no run has completed.
     expected_s: float | None = None
+    #: As `Request.fills`.
+    fills: bool = False
     #: Whether `memory` was decided after an out-of-memory, not by `source`.
     after_oom: bool = False
     #: Bytes that were enough for past runs, first steps included, by device name.
@@ -65,6 +68,9 @@ class Grant:
         """Return the source of the budget on a device model."""
         return "estimated" if device_name in self.estimated_from else self.source
 
+
+#: A task whose GPU computes for this fraction of its time keeps it busy: a second one would gain at most the rest.
+FILLED_FRACTION = 0.9
 
 #: Most histories that can be estimated after one run and are told to ask again: those with the nearest values.
 MOST_TOLD = 16
@@ -115,6 +121,7 @@ class BudgetBook:
         self._listed: set[object] = set()
         self._listing = threading.Lock()
         self._told = False
+        self._one_fills = read_settings().one_busy_task_per_device
 
     def grant(self, call: TaskCall, capacities: Mapping[Device, int]) -> Grant:
         """Return the grant of a task's process. `capacities` are the most bytes on each device that the task may use."""
@@ -124,9 +131,9 @@ class BudgetBook:
         for device, size in capacities.items():
             models[device.name] = max(size, models.get(device.name, 0))
         runs = {name: self._runs(identity.on(name)) for name in models}
-        expected_s = _longest_s(runs)
+        expected_s, fills = _longest_s(runs), self._one_fills and _fills(runs)
         if memory is not None:
-            return Grant(memory, "tag", _contexts(runs), expected_s=expected_s)
+            return Grant(memory, "tag", _contexts(runs), expected_s=expected_s, fills=fills)
         known = {n: found for n, past in runs.items() if (found := _placeable(past)) is not None}
         estimated_from = {}
         # A task that keeps to its budget has a first run: an estimate is not what its author or its runs have said.
@@ -139,7 +146,7 @@ class BudgetBook:
             if made is not None:
                 known[name], estimated_from[name] = _above_floor(made[0], runs[name]), made[1]
         grant = _learned(call, known, runs.keys() - known.keys(), models)
-        return replace(grant, expected_s=expected_s, estimated_from=estimated_from)
+        return replace(grant, expected_s=expected_s, fills=fills, estimated_from=estimated_from)
 
     def take(self, identity: HistoryKey, report: TaskReport) -> dict[HistoryKey, int | None]:
         """Add a process's run to its history; return what is known by now, as `events.Kept.shown`.
@@ -286,6 +293,12 @@ def _longest_s(runs: Mapping[str, Sequence[PastRun]]) -> float | None:
     """Return the expected seconds of a task on the slowest device model that it has run on."""
     known = [seconds for past in runs.values() if (seconds := history.expected_s(past)) is not None]
     return max(known, default=None)
+
+
+def _fills(runs: Mapping[str, Sequence[PastRun]]) -> bool:
+    """Return whether a task keeps a GPU busy by itself, on any device model."""
+    busy = (history.busy_fraction(past) for past in runs.values())
+    return any(each is not None and each >= FILLED_FRACTION for each in busy)
 
 
 def _placeable(runs: Sequence[PastRun]) -> LearnedBudget | None:

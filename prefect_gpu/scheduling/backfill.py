@@ -26,6 +26,7 @@ from prefect_gpu.scheduling.placement import (
     Board,
     Named,
     could_hold,
+    crowds,
     least_whole_bytes,
     need_bytes,
     shares,
@@ -97,7 +98,7 @@ def ready_s(request: Request, state: DeviceState, now_s: float, max_tasks: float
     # Latest end first: `pop` then takes the soonest end.
     held = sorted(state.reservations, key=_end_s, reverse=True)
     while at_s < math.inf:
-        joins = not alone and not any(reservation.exclusive for reservation in held)
+        joins = not (alone or crowds(request, held) or any(each.exclusive for each in held))
         if free >= least and len(held) < max_tasks and (joins or not held):
             return at_s
         if not held:

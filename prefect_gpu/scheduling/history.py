@@ -168,6 +168,13 @@ class PastRun(KeptAsTexts):
     capacity_bytes: int | None = None
     #: Id of the task run, which may have had several processes; `None`: not known.
     task_run_id: str | None = None
+    #: Fraction of the body's time in which the GPU computed for the process; `None`: not known.
+    busy_fraction: float | None = None
+
+
+#: Least seconds of a run whose use of the GPU counts: waiting for another task of a second costs more than it gains,
+#: since starts, 0.3 s each, would follow each other.
+BUSY_RUN_S = 10.0
 
 
 class HistoryStore(Protocol):
@@ -271,6 +278,15 @@ def expected_s(runs: Iterable[PastRun]) -> float | None:
     completed = (run for run in runs if run.outcome == "completed" and run.run_s > 0)
     held = [run.run_s + (run.start_s or 0.0) for run in completed]
     return statistics.median(held) if held else None
+
+
+def busy_fraction(runs: Iterable[PastRun]) -> float | None:
+    """Return the largest fraction of the time in which the GPU computed for a completed run of `BUSY_RUN_S` or more.
+
+    The largest, as a run beside others that fill the GPU has a part of it only. `None`: no such run.
+    """
+    long = (run for run in runs if run.outcome == "completed" and run.run_s >= BUSY_RUN_S)
+    return max((r.busy_fraction for r in long if r.busy_fraction is not None), default=None)
 
 
 def _is_measured(run: PastRun) -> bool:

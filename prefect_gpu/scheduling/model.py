@@ -211,6 +211,8 @@ class Request:
     returns_first: bool = False
     #: Ids of the requests of the GPU tasks inside which the request was made, outermost first; see `nested`.
     ancestors: tuple[str, ...] = ()
+    #: Whether the task keeps a GPU busy by itself, from past runs: see `placement.crowds`.
+    fills: bool = False
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all free memory."""
@@ -253,6 +255,8 @@ class Reservation:
     probe: Probe | None = None
     #: Bytes of `reserved_bytes` that requests of the surrounding tasks lend, as pairs with their ids; see `nested`.
     loans: tuple[tuple[str, int], ...] = ()
+    #: As in `Request`.
+    fills: bool = False
 
     @property
     def device_key(self) -> DeviceKey:

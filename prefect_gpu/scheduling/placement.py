@@ -6,6 +6,9 @@ the host resources of nodes; `backfill` keeps devices for blocked requests.
 Devices with room for a request are preferred in this order: not busy (a task on a busy device is slow for as long as it
 runs); first in `gpu:device`; on a node with a ready standby of the request's kind (saves the seconds of imports); by
 placement style. No request waits for a preferred device while another device has room for it.
+
+A device has no room for a second task that keeps it busy by itself (`crowds`): by turns both would take twice as long,
+and hold their memory as long. So each has a device of its own, or they run one after another.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -264,6 +268,7 @@ class Board:
                 request.task_name,
                 ends_s,
                 probe=None if cap is None else probe_of(request, state, cap, now_s),
+                fills=request.fills,
             )
             reservations.append(reservation)
             self._book(at, reservation)
@@ -496,7 +501,7 @@ def could_hold(request: Request, state: DeviceState) -> bool:
 
 def fits_now(request: Request, state: DeviceState) -> bool:
     """Return whether a device has memory for a request now, and no task that excludes it."""
-    if not is_open(state):
+    if not is_open(state) or crowds(request, state.reservations):
         return False
     if shares(request, state):
         return offered_bytes(request, state, least_whole_bytes(state)) is not None
@@ -504,6 +509,13 @@ def fits_now(request: Request, state: DeviceState) -> bool:
     if (need is None or request.exclusive) and state.reservations:
         return False
     return state.free_bytes >= (least_whole_bytes(state) if need is None else need)
+
+
+def crowds(request: Request, held: Iterable[Reservation]) -> bool:
+    """Return whether a request that fills a device would join another one that does; its ancestors wait for it."""
+    return request.fills and any(
+        each.fills and each.request_id not in request.ancestors for each in held
+    )
 
 
 def shares(request: Request, state: DeviceState) -> bool:
@@ -560,6 +572,11 @@ def device_reason(
     if held and (alone or not any(is_open(state) for state in states)):
         kind = WaitKind.EMPTY_DEVICE if alone else WaitKind.EXCLUSIVE_TASK
         return asked(kind, tasks=shown_names(sorted(each.task_name for each in held)))
+
+    crowded = [state for state in working if crowds(request, state.reservations)]
+    if any(fits_now(replace(request, fills=False), state) for state in crowded):
+        there = (each.task_name for state in crowded for each in state.reservations if each.fills)
+        return asked(WaitKind.BUSY_DEVICE, tasks=shown_names(sorted(there)))
 
     def free_bytes(state: DeviceState) -> int:
         return shown_bytes(state.free_for_probes_bytes if probes else state.free_bytes)

@@ -29,6 +29,7 @@ class WaitKind(enum.Enum):
     DEVICE_TASKS = "{asked}; max_tasks_per_device is {r.limit}, and as many tasks run on each"
     EMPTY_DEVICE = "{asked}; running there: {tasks}"
     EXCLUSIVE_TASK = "{asked}; in exclusive use by: {tasks}"
+    BUSY_DEVICE = "{asked} where it computes alone; kept busy by: {tasks}"
     DEVICE_MEMORY = "{asked}; most free {free}{at}"
     FIRST_RUN_MEMORY = "{asked} (first run, memory need unknown); most free {free}{at}"
     RESERVED_MEMORY = "{asked}; most free {free}{at}, the rest reserved for first runs: {tasks}"

@@ -51,6 +51,7 @@ def shape_of(request: Request) -> Shape:
         request.nodes,
         request.probe_fraction,
         request.returns,
+        request.fills,
     )
 
 

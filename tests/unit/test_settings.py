@@ -41,6 +41,7 @@ def test_settings_have_defaults() -> None:
         "address": None,
         "num_gpus": None,
         "sharing": "time",
+        "one_busy_task_per_device": True,
     }
 
 

@@ -71,6 +71,18 @@ def test_a_tag_is_a_budget_and_the_history_corrects_its_context(books: Books) ->
     assert books.grant(memory=0.4) == Grant(0.4, "tag", {MODEL: 600 * MIB})
 
 
+@pytest.mark.parametrize(
+    ("fraction", "setting", "fills"), [(0.9, "1", True), (0.89, "1", False), (0.99, "0", False)]
+)
+def test_a_task_that_kept_its_gpu_busy_fills_one(
+    books: Books, monkeypatch: pytest.MonkeyPatch, fraction: float, setting: str, fills: bool
+) -> None:
+    monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_ONE_BUSY_TASK_PER_DEVICE", setting)
+    books.book().take(WHO, task_report(outcome="completed", run_s=60.0, busy_fraction=fraction))
+    assert books.grant().fills is fills
+    assert books.grant(memory=6 * GIB).fills is fills
+
+
 def test_a_task_without_a_history_probes_until_a_run_has_shown_its_need(books: Books) -> None:
     book = books.book()
     probe = books.grant(book)

@@ -210,6 +210,7 @@ def test_what_is_noted_goes_with_the_request() -> None:
         pytest.param(request(1, exclusive=True), [until(9.0, 2), until(8.0, 2)], None, 9.0, id="when all end"),
         pytest.param(request(), [until(9.0, 2)], None, 9.0, id="a device to itself"),
         pytest.param(request(1), [until(9.0, 2), until(8.0, 2)], 2, 8.0, id="when there is a place"),
+        pytest.param(request(1, fills=True), [replace(until(9.0, 2), fills=True), until(7.0, 2)], None, 9.0, id="when the other computes no more"),
         pytest.param(request(25), [until(9.0, 2)], None, None, id="never"),
     ],
 )  # fmt: skip

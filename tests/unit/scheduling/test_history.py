@@ -16,6 +16,7 @@ from prefect_gpu.scheduling.history import (
     OOM_FACTOR,
     ROUND_BYTES,
     PastRun,
+    busy_fraction,
     expected_s,
     growth_factor,
     known_floor_bytes,
@@ -367,6 +368,27 @@ def test_what_is_no_run_is_refused(texts: dict[str, str]) -> None:
 )
 def test_how_long_it_is_expected_to_take(runs: list[PastRun], seconds: float | None) -> None:
     assert expected_s(runs) == seconds
+
+
+@cases(
+    "runs, fraction",
+    {
+        "nothing is known": ([run(run_s=60.0)], None),
+        "a failed run tells nothing": (
+            [run(outcome="failed", run_s=60.0, busy_fraction=0.9)],
+            None,
+        ),
+        "nor does a short one": ([run(run_s=9.0, busy_fraction=0.9)], None),
+        "beside another it had a part": (
+            [run(run_s=60.0, busy_fraction=x) for x in (0.95, 0.48)],
+            0.95,
+        ),
+    },
+)
+def test_for_how_much_of_its_time_the_gpu_computes(
+    runs: list[PastRun], fraction: float | None
+) -> None:
+    assert busy_fraction(runs) == fraction
 
 
 def test_no_next_budget_is_more_than_a_device_could_give_at_the_newest_run() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from prefect_gpu.errors import PlacementError
@@ -28,6 +30,10 @@ MIXED = [state(0, 80), state(1, 24)]
 
 #: The first has 14 GiB free, the second 24.
 PAIR = [BUSY, state(1)]
+
+#: A task that keeps the first device busy, as does `FILLING`.
+FILLED = state(0, held=[replace(reserved(0, 4), fills=True)])
+FILLING = request(6, fills=True)
 FOUR_TASKS = state(0, held=[reserved(0, 1, by=n) for n in "abcd"])
 FOUR_USED, FULL, HEADROOM = state(0, used_gib=4), state(0, used_gib=23), state(0, headroom_gib=1)
 
@@ -57,6 +63,15 @@ FOUR_USED, FULL, HEADROOM = state(0, used_gib=4), state(0, used_gib=23), state(0
         "no task joins an exclusive one": (request(6), [ALONE]),
         "an exclusive task joins no other": (request(6, exclusive=True), [BUSY]),
         "but goes to an empty device": (request(6, exclusive=True), PAIR, [1], [6], "pack"),
+        "one that fills a device joins no other that does": (FILLING, [FILLED]),
+        "but goes to another device, packed too": (FILLING, [FILLED, state(1)], [1], [6], "pack"),
+        "even to one that is fuller": (FILLING, [FILLED, state(1, used_gib=12)], [1], [6]),
+        "and joins others": (FILLING, [BUSY], [0], [6]),
+        "others join one that does": (request(6), [FILLED], [0], [6]),
+        "the task inside which it runs waits for it": (
+            *(replace(FILLING, ancestors=("other",)), [FILLED], [0], [6]),
+        ),
+        "named, it waits as well": (replace(FILLING, devices=("0",)), [FILLED, state(1)]),
         "a lost device is passed over": (request(6), [LOST, state(1)], [1], [6]),
         "a lost device alone: wait": (request(6), [LOST]),
         "two devices": (request(6, count=2), TWO, [0, 1], [6, 6]),
@@ -144,6 +159,8 @@ def test_never(asked: Request, states: list[DeviceState], says: str) -> None:
         "a lost device": (request(1), [LOST], "1GiB on device 0; device 0: GPU is lost"),
         "one of them lost": (request(25), [LOST, state(1)], "25GiB on any of 2 devices; most free 24GiB"),
         "to 64 MiB": (request(1), [state(0, used_gib=23.97)], "1GiB on device 0; most free 0B"),
+        "the other to compute less": (FILLING, [FILLED], "6GiB on device 0 where it computes alone; kept busy by: task other"),
+        "memory, if that lacks too": (replace(FILLING, memory=21 * GIB), [FILLED], "21GiB on device 0; most free 20GiB"),
     },
 )  # fmt: skip
 def test_saying_what_is_waited_for(asked: Request, states: list[DeviceState], says: str) -> None:
@@ -165,3 +182,11 @@ def test_no_device_is_asked_if_a_request_surely_fits(
 ) -> None:
     board = Board([state(0, 24), state(1, 16)])
     assert board.surely_fits(request(gib, count=count)) is fits
+
+
+def test_two_that_fill_a_device_are_not_booked_on_one_in_the_same_pass() -> None:
+    board = Board([state(0)])
+    placement = board.place(FILLING, [0])
+    assert placement.reservations[0].fills
+    assert board.choose(request(6, fills=True)) is None
+    assert board.choose(request(6)) == [0]

@@ -42,6 +42,7 @@ SENTENCES = [
     pytest.param(replace(WHOLE, need_bytes=(5 * GIB,)), "5GiB and no other task on device 0; running there: train, tune", id="an exclusive task"),
     pytest.param(replace(WHOLE, tasks=tuple("abcd")), "a device to itself on device 0; running there: a, b, c and others", id="many tasks are in the way"),
     pytest.param(replace(LACKS, kind=WaitKind.EXCLUSIVE_TASK, tasks=("train",)), "5GiB on device 0; in exclusive use by: train", id="another is exclusive"),
+    pytest.param(replace(LACKS, kind=WaitKind.BUSY_DEVICE, tasks=("train",)), "5GiB on device 0 where it computes alone; kept busy by: train", id="another computes all the time"),
     pytest.param(LACKS, "5GiB on device 0; most free 1GiB", id="memory of one device"),
     pytest.param(ANY, "5GiB on any of 2 devices; most free 1GiB", id="memory of any device"),
     pytest.param(replace(ANY, count=2), "5GiB on 2 of 2 devices; most free 1GiB", id="memory of several devices"),

@@ -512,8 +512,11 @@ def fits_now(request: Request, state: DeviceState) -> bool:
 
 
 def crowds(request: Request, held: Iterable[Reservation]) -> bool:
-    """Return whether a request that fills a device would join another one that does; its ancestors wait for it."""
-    return request.fills and any(
+    """Return whether a request that fills a device would join another one that does.
+
+    Its ancestors wait for it. An urgent one does not wait: a part of a device now is more than all of it later.
+    """
+    return (request.fills and request.priority <= 0) and any(
         each.fills and each.request_id not in request.ancestors for each in held
     )
 

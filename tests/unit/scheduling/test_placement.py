@@ -71,6 +71,7 @@ FOUR_USED, FULL, HEADROOM = state(0, used_gib=4), state(0, used_gib=23), state(0
         "the task inside which it runs waits for it": (
             *(replace(FILLING, ancestors=("other",)), [FILLED], [0], [6]),
         ),
+        "an urgent one does not wait": (replace(FILLING, priority=1), [FILLED], [0], [6]),
         "named, it waits as well": (replace(FILLING, devices=("0",)), [FILLED, state(1)]),
         "a lost device is passed over": (request(6), [LOST, state(1)], [1], [6]),
         "a lost device alone: wait": (request(6), [LOST]),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from prefect_gpu.reports.canvas import GRID, INK, MUTED, Canvas, byte_ticks, shorten
 from prefect_gpu.reports.markup import escape, image, table
@@ -65,36 +64,24 @@ def leaderboard_markdown(ranked: Sequence[LeaderboardRow], metric: str) -> str:
     shown = ranked[:MOST_ROWS]
     if svg := _plot(shown, metric):
         parts.append(image(f"{metric} against memory", svg))
-    columns: list[tuple[str, list[str]]] = [
-        ("#", [str(at) for at in range(1, len(shown) + 1)]),
-        ("name", [escape(row.name) for row in shown]),
-        (
-            escape(metric),
-            [
-                escape(row.problem, 200) if row.value is None else f"{row.value:.6g}"
-                for row in shown
-            ],
-        ),
-        ("time", [_words(format_seconds, row.seconds) for row in shown]),
-        ("peak memory", [_words(format_bytes, row.peak_bytes) for row in shown]),
-        ("GPU computed", [_words("{:.0%}".format, row.busy_fraction) for row in shown]),
-        ("energy", [_words(format_joules, row.energy_j) for row in shown]),
-        ("device", [escape(row.device) for row in shown]),
+    heads = ["#", "name", escape(metric), "time", "peak memory", "GPU computed", "energy", "device"]
+    rows = [
+        [
+            str(at),
+            escape(row.name),
+            escape(row.problem, 200) if row.value is None else f"{row.value:.6g}",
+            "" if row.seconds is None else format_seconds(row.seconds),
+            "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
+            "" if row.busy_fraction is None else f"{row.busy_fraction:.0%}",
+            "" if row.energy_j is None else format_joules(row.energy_j),
+            escape(row.device),
+        ]
+        for at, row in enumerate(shown, 1)
     ]
-    # Most drivers in containers tell nothing of a process's work.
-    columns = [
-        each for each in columns if each[0] not in ("GPU computed", "energy") or any(each[1])
-    ]
-    heads = [head for head, _ in columns]
-    rows = [list(cells) for cells in zip(*(cells for _, cells in columns), strict=True)]
-    parts.append(table(heads, rows, right=(0, *range(2, len(heads) - 1))))
+    parts.append(table(heads, rows, right=(0, 2, 3, 4, 5, 6)))
     if len(ranked) > len(shown):
         parts.append(f"{len(ranked) - len(shown)} more are left out.")
     return "\n\n".join(parts)
-
-
-def _words(shown: Callable[[Any], str], value: float | None) -> str:
-    return "" if value is None else shown(value)
 
 
 def _plot(ranked: Sequence[LeaderboardRow], metric: str) -> str:

@@ -513,7 +513,7 @@ def _device_words(report: TaskReport) -> str:
 
 
 def _computed_words(reports: Sequence[TaskReport], of: str) -> str:
-    """Return, as text, the part of the time of bodies in which kernels ran, and the energy; empty: nothing is known."""
+    """Return, as text, the part of the time of bodies in which kernels ran, and the energy; "": no report has them."""
     known = [(r.busy_fraction, r.run_s) for r in reports if r.busy_fraction is not None]
     run_s = sum(seconds for _, seconds in known)
     if not run_s:

@@ -100,9 +100,10 @@ def context_fault() -> str:
             return ""
         driver.cuDevicePrimaryCtxRelease_v2(device)
     with unbound_by_captures():
-        driver.cuCtxPushCurrent_v2(context)
-        code = driver.cuStreamQuery(None)
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        code = driver.cuCtxPushCurrent_v2(context)
+        if not code:
+            code = driver.cuStreamQuery(None)
+            driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
     if code not in _FAULTS:
         return ""
     name = ctypes.c_char_p()

@@ -45,7 +45,8 @@ ANSWER_S = 10.0
 TURN_S = 30.0
 
 #: Parts of the texts of errors after which the server ends all its clients, and of those that a client then gets. A
-#: device-side assertion is none of them: it leaves other clients unharmed (H100, driver 580).
+#: device-side assertion is none of them: it leaves other clients unharmed if its context is destroyed at once (H200,
+#: driver 580; see `child.main`).
 FAULTS = (
     "illegal memory access",
     "illegal address",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 #: Most points of a `SeriesBuilder`: four minutes of four readings a second, after which neighbouring points merge.
 #: A chart of 860 pixels cannot show more; a point takes about 200 bytes.
@@ -107,6 +108,17 @@ class SeriesBuilder:
         return self._wasted + idle_bytes * max(0.0, until_s - self._until_s)
 
 
+class UnitUse(NamedTuple):
+    """How much of a device's units its kernels use: each a fraction, the mean of a time."""
+
+    #: Multiprocessors with work.
+    multiprocessors: float
+    #: Time in which tensor cores compute.
+    tensor_cores: float
+    #: Bandwidth of the device's memory.
+    bandwidth: float
+
+
 class WorkBuilder:
     """Adds up what one process computed on its devices. For one thread."""
 
@@ -114,6 +126,9 @@ class WorkBuilder:
         #: Seconds and joules of the last reading of each device, by the device's place.
         self._last: dict[int, tuple[float, float | None]] = {}
         self._known_s = self._busy_s = 0.0
+        #: Seconds in which the process alone computed and the use of units was known, and the sums of use × seconds.
+        self._alone_s = 0.0
+        self._used_s = [0.0] * len(UnitUse._fields)
         #: Joules that the devices took while they computed, in the process's part of the computing; `None`: not known.
         self.energy_j: float | None = None
 
@@ -122,13 +137,24 @@ class WorkBuilder:
         """Fraction of the time in which the process's kernels ran, the mean of its devices; `None`: not known."""
         return self._busy_s / self._known_s if self._known_s else None
 
+    @property
+    def units(self) -> UnitUse | None:
+        """What the process used while no other process computed, the mean of its devices; `None`: not known."""
+        return UnitUse(*(s / self._alone_s for s in self._used_s)) if self._alone_s else None
+
     def add(
-        self, at_s: float, device: int, busy: float, of_all: float, energy_j: float | None
+        self,
+        at_s: float,
+        device: int,
+        busy: float,
+        of_all: float,
+        energy_j: float | None,
+        units: UnitUse | None = None,
     ) -> None:
         """Add a reading of a device.
 
         `busy` is the process's fraction of the time since the last reading, `of_all` that of all processes together,
-        and `energy_j` the device's counter in joules (`None`: unknown).
+        `energy_j` the device's counter in joules, and `units` what all processes together used (`None`: unknown).
         """
         last = self._last.get(device)
         if last is None:
@@ -137,6 +163,10 @@ class WorkBuilder:
         self._last[device] = at_s, last[1] if energy_j is None else energy_j
         self._known_s += at_s - last[0]
         self._busy_s += busy * (at_s - last[0])
+        if units is not None and busy == of_all:
+            self._alone_s += at_s - last[0]
+            pairs = zip(self._used_s, units, strict=True)
+            self._used_s = [used + part * (at_s - last[0]) for used, part in pairs]
         if energy_j is not None and last[1] is not None:
             part = busy / of_all if of_all else 0.0
             # A driver that was loaded again counts from 0.

@@ -21,6 +21,7 @@ from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
 from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
 from prefect_gpu.errors import DeviceError
+from prefect_gpu.measurements import UnitUse
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -38,6 +39,16 @@ _NOT_AVAILABLE_BYTES = 2**63
 
 #: Seconds of a process's utilisation: NVML takes a sample every 1/6 to 1 s, and none of a process that is idle.
 WORK_S = 1.0
+
+#: Metrics of NVML's GPM, each in percent, in the order of `UnitUse`.
+_UNIT_METRICS = (
+    pynvml.NVML_GPM_METRIC_SM_UTIL,
+    pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+)
+
+#: Least seconds between two readings of counters: NVML recommends 0.1 s.
+UNITS_S = 0.1
 
 #: Seconds between restarts of NVML (tens of milliseconds) while all devices fail. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
@@ -92,6 +103,7 @@ class NvmlReader(DeviceReader):
         #: Whether this reader has started NVML, which counts starts: each reader starts and stops it once.
         self._started = False
         self._handles: dict[str, Handle] = {}
+        self._units: dict[str, _UnitCounters] = {}
         self._reopen_due_s: float | None = None
         #: Indices of GPUs that are not in the default compute mode, in which any number of processes may compute.
         self._restricted: list[int] = []
@@ -119,6 +131,9 @@ class NvmlReader(DeviceReader):
     def close(self) -> None:
         """Shut NVML down for this reader; the next reading starts it again."""
         self._handles.clear()
+        for units in self._units.values():
+            units.close()
+        self._units.clear()
         self._reopen_due_s = None
         if self._started:
             self._started = False
@@ -257,7 +272,8 @@ class NvmlReader(DeviceReader):
         # The samples of processes that compute by turns are of different times.
         whole = max(1.0, sum(busy.values()))
         parts = {root: part / whole for root, part in busy.items()}
-        return DeviceWork(parts, _read_energy(handle))
+        units = self._units.setdefault(device.uuid, _UnitCounters()).read(handle, self._clock.now())
+        return DeviceWork(parts, _read_energy(handle), units)
 
     def _read_memory(self, handle: Handle) -> _Memory:
         # Version 2 reports the driver's own part separately. Older drivers have version 1.
@@ -303,6 +319,54 @@ class NvmlReader(DeviceReader):
         return resident + tuple(
             ProcessUse(pid, root_of(pid, roots), used_bytes) for pid, used_bytes in used.items()
         )
+
+
+class _UnitCounters:
+    """Counters of one device's units, which GPUs have from Hopper on."""
+
+    def __init__(self) -> None:
+        self._works = True
+        self._last: Any = None
+        self._read_s = float("-inf")
+
+    def read(self, handle: Handle, now_s: float) -> UnitUse | None:
+        """Return the use since the last reading; `None`: unknown (the first, other GPUs, MIG, some drivers)."""
+        if not self._works or now_s < self._read_s + UNITS_S:
+            return None
+        last, self._last, self._read_s = self._last, None, now_s
+        try:
+            self._last = pynvml.nvmlGpmSampleAlloc()
+            pynvml.nvmlGpmSampleGet(handle, self._last)
+            return None if last is None else _read_units(last, self._last)
+        except pynvml.NVMLError as error:
+            self._works = False
+            _raise_if_lost(error)
+            return None
+        finally:
+            _free(last)
+
+    def close(self) -> None:
+        """Free the counters."""
+        _free(self._last)
+
+
+def _read_units(last: Any, now: Any) -> UnitUse | None:
+    asked = pynvml.c_nvmlGpmMetricsGet_t()
+    asked.version, asked.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, len(_UNIT_METRICS)
+    asked.sample1, asked.sample2 = last, now
+    for place, metric in enumerate(_UNIT_METRICS):
+        asked.metrics[place].metricId = metric
+    pynvml.nvmlGpmMetricsGet(asked)
+    metrics = asked.metrics[: len(_UNIT_METRICS)]
+    # A figure that is not known is NaN, or garbage.
+    known = all(each.nvmlReturn == 0 and 0 <= each.value <= 100 for each in metrics)
+    return UnitUse(*(each.value / 100 for each in metrics)) if known else None
+
+
+def _free(counters: Any) -> None:
+    if counters is not None:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlGpmSampleFree(counters)
 
 
 def _parts(gpu: Handle) -> Iterator[tuple[Handle, tuple[int, int] | None]]:

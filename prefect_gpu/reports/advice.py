@@ -49,6 +49,9 @@ LEAK_FRACTION = 0.02
 IDLE_FRACTION = 0.3
 IDLE_S = 5.0
 
+#: A process whose kernels used a smaller fraction of the multiprocessors leaves the rest to clients of MPS.
+NARROW_FRACTION = 0.5
+
 #: A budget from this fraction of a device on counts as the whole device: driver and headroom take the rest.
 WHOLE_FRACTION = 0.95
 
@@ -96,6 +99,7 @@ def advise(report: TaskReport, tag: TagAdvice | None = None) -> tuple[str, ...]:
         found += [_fragmentation(report), _leak(report), _TAKE_LESS]
     else:
         found += [_overshoot(report), _leak(report), _pinched(report, tag), _idle(report)]
+        found.append(_narrow(report))
     return tuple(filter(None, found))
 
 
@@ -219,6 +223,18 @@ def _idle(report: TaskReport) -> str:
     return (
         f"The GPU computed for {busy:.0%} of this task's time and waited for the rest, for the processor or for "
         "data. Other tasks beside it would slow it down little."
+    )
+
+
+def _narrow(report: TaskReport) -> str:
+    busy, used = report.busy_fraction, report.multiprocessors
+    if busy is None or busy < IDLE_FRACTION or used is None or used >= NARROW_FRACTION:
+        return ""
+    if report.outcome != "completed" or report.run_s < IDLE_S:
+        return ""
+    return (
+        f"Its kernels ran for {busy:.0%} of the time, but used {used:.0%} of the multiprocessors: with "
+        '`GPUTaskRunner(sharing="mps")` other tasks compute on the rest at the same time.'
     )
 
 

@@ -180,6 +180,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
         ("Unused reservation", _unused_percent([report])),
         ("Tag for next time", _tag_words(tag, report)),
         ("GPU computed", _computed_words([report], "of the time")),
+        ("Units in use", _unit_words(report)),
         ("Time", ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in times)),
         ("Suspended", "; ".join(map(_suspension_words, report.suspensions))),
     )
@@ -521,6 +522,17 @@ def _computed_words(reports: Sequence[TaskReport], of: str) -> str:
     busy = sum(fraction * seconds for fraction, seconds in known) / run_s
     joules = [r.energy_j for r in reports if r.energy_j is not None]
     return f"{busy:.0%} {of}" + (f", {format_joules(sum(joules))}" if joules else "")
+
+
+def _unit_words(report: TaskReport) -> str:
+    if report.multiprocessors is None:
+        return ""
+    parts = {
+        "multiprocessors": report.multiprocessors,
+        "tensor cores": report.tensor_cores,
+        "memory bandwidth": report.bandwidth,
+    }
+    return ", ".join(f"{part:.0%} of {what}" for what, part in parts.items() if part is not None)
 
 
 def _unused_percent(reports: Sequence[TaskReport]) -> str:

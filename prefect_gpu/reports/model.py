@@ -180,6 +180,10 @@ class TaskReport(Verdict):
     busy_fraction: float | None = None
     #: Energy in joules of its devices, in the process's part of their computing. `None`: not known.
     energy_j: float | None = None
+    #: What its kernels used while no other process computed, as in `UnitUse`. `None`: not known.
+    multiprocessors: float | None = None
+    tensor_cores: float | None = None
+    bandwidth: float | None = None
     #: Times in which the process's memory was on the host. `run_s` excludes these times.
     suspensions: tuple[Suspension, ...] = ()
 
@@ -346,6 +350,9 @@ FIGURES = (
     Figure("sharing", TEXT, optional=True),
     Figure("busy_fraction", DECIMAL, history="busy_fraction", optional=True),
     Figure("energy_j", DECIMAL, optional=True),
+    Figure("multiprocessors", DECIMAL, optional=True),
+    Figure("tensor_cores", DECIMAL, optional=True),
+    Figure("bandwidth", DECIMAL, optional=True),
     Figure("steps", NUMBER, "steps.count", optional=True),
     Figure("alloc_retries", NUMBER, "steps.alloc_retries", "alloc_retries", optional=True),
     Figure("alike", FLAG, "steps.alike", optional=True),

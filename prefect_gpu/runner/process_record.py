@@ -166,7 +166,7 @@ class ProcessRecord:
             for place, work in enumerate(works):
                 if work is not None:
                     busy, of_all = work.busy.get(self.pid, 0.0), sum(work.busy.values())
-                    self._work.add(at_s, place, busy, of_all, work.energy_j)
+                    self._work.add(at_s, place, busy, of_all, work.energy_j, work.units)
 
     def add_counters(self, counters: Counters, frameworks: tuple[str, ...]) -> None:
         """Record the frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
@@ -272,6 +272,7 @@ class ProcessRecord:
                 sharing="mps" if self.is_client else None,
                 busy_fraction=self._work.busy_fraction,
                 energy_j=self._work.energy_j,
+                **(units._asdict() if (units := self._work.units) else {}),
                 run_s=max(0.0, ended_s - started_s - sum(s.seconds for s in self._suspensions)),
                 suspensions=self._suspensions,
                 placed_at=EPOCH_S + self._placed_s,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, Union
 
+from prefect_gpu.measurements import UnitUse
+
 DeviceKind = Literal["nvml", "host", "simulated"]
 
 #: Text that advice adds to a memory size, by the kind of device where it was found: only a GPU needs a context.
@@ -89,6 +91,8 @@ class DeviceWork:
     busy: Mapping[int | None, float] = field(default_factory=dict)
     #: Energy in joules that the device has taken since its driver was loaded; `None`: not known.
     energy_j: float | None = None
+    #: What all processes together used of it since the reading before; `None`: not known.
+    units: UnitUse | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
+
+import pynvml
 
 GIB = 1024**3
 MIB = 1024**2
@@ -63,6 +66,9 @@ class FakePart:
     #: Samples of utilisation: process id, time in microseconds, percent; and what the question answers (`None`: it works).
     work: list[tuple[int, int, int]] = field(default_factory=list)
     work_error: int | None = None
+    #: Percent of multiprocessors, tensor cores and bandwidth in use, and what the question answers (`None`: it works).
+    units: tuple[float, ...] = (0.0, 0.0, 0.0)
+    units_error: int | None = 3
     #: Energy counter, and what the question answers.
     millijoules: int = 0
     energy_error: int | None = None
@@ -116,6 +122,9 @@ class FakeNvml:
         #: How often NVML is started, and was started in all.
         self.started = 0
         self.starts = 0
+        #: Counters of units that are allocated, and the device that they were read of last.
+        self.samples = 0
+        self.counted = FakePart("")
 
     def _check(self, *codes: int | None) -> None:
         for code in (self.broken, None if self.started else 1, *codes):
@@ -209,6 +218,28 @@ class FakeNvml:
         if not newer:
             raise FakeNvmlError(6)
         return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=part) for pid, at, part in newer]
+
+    # NVIDIA's structure, since the reader fills it.
+    c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t
+    NVML_GPM_METRICS_GET_VERSION = pynvml.NVML_GPM_METRICS_GET_VERSION
+
+    def nvmlGpmSampleAlloc(self) -> Any:
+        self._check()
+        self.samples += 1
+        return pynvml.c_nvmlGpmSample_t()
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:
+        self.samples -= 1
+
+    def nvmlGpmSampleGet(self, handle: FakePart, sample: Any) -> None:
+        self._check(handle.error, handle.units_error)
+        self.counted = handle
+
+    def nvmlGpmMetricsGet(self, asked: Any) -> None:
+        assert asked.version == 1 and asked.numMetrics == len(self.counted.units)
+        for metric, percent in zip(asked.metrics, self.counted.units, strict=False):
+            assert metric.metricId in (2, 5, 10)
+            metric.value = percent
 
     def nvmlDeviceGetComputeMode(self, handle: FakePart) -> int:
         self._check(handle.error)

@@ -1,10 +1,11 @@
 """What takes device memory past a framework's cap: whether the cap holds, what NVML shows, and what ends it.
 
-    python -m tests.gpu.check_escapes
+    python -m tests.gpu.check_escapes [--sharing mps]
 
 Each body asks for twice its budget in a way that a cap may not cover, and then waits: once with
 `gpu:enforce=warn` and once with `kill`. Every way is either refused within the budget, or measured, reported and, with
-`kill`, ended; but for memory that the driver attributes to no process.
+`kill`, ended; but for memory that the driver attributes to no process. As clients of MPS, one after the other, none may
+have more than its budget.
 """
 
 from __future__ import annotations
@@ -161,6 +162,21 @@ def driver() -> Any:
     return at.value
 
 
+def program() -> Any:
+    take = "from tests.gpu import check_escapes; check_escapes.driver(); print('had', flush=True); input()"
+    started = subprocess.Popen(
+        [sys.executable, "-c", take],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None and started.stderr is not None
+    if started.stdout.readline() != "had\n":
+        raise MemoryError(started.stderr.read().splitlines()[-1])
+    return started
+
+
 def onnxruntime_without_options() -> Any:
     import numpy
     import onnxruntime
@@ -206,6 +222,13 @@ WAYS: dict[str, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
+#: What is tried as clients of MPS only: an `Observer` sees processes of a body's own.
+CLIENTS: dict[str, tuple[str, str, Callable[[], Any]]] = {
+    **WAYS,
+    "cuMemAlloc in a program that the body starts": ("ctypes", "none", program),
+}
+
+
 #: Where the cap holds.
 HELD = (
     "tf.config.set_logical_device_configuration",
@@ -227,9 +250,9 @@ class Tried:
     rose_bytes: int = 0
 
 
-def make_task(way: str, enforce: Literal["warn", "kill"]) -> Any:
+def make_task(way: str, enforce: Literal["warn", "kill"], is_client: bool = False) -> Any:
     """Make the task of one way; it returns a `Tried`."""
-    _, framework, take = WAYS[way]
+    _, framework, take = CLIENTS[way]
 
     @task(
         name=f"{take.__name__}-{enforce}",
@@ -240,7 +263,7 @@ def make_task(way: str, enforce: Literal["warn", "kill"]) -> Any:
             enforce=enforce,
             oom="fail",
             # For what rises on the device.
-            exclusive=way in UNSEEN,
+            exclusive=way in UNSEEN and not is_client,
         ),
     )
     def escape() -> Tried:
@@ -269,7 +292,7 @@ def missing_for(way: str, module: str) -> str:
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             return "onnxruntime has no CUDAExecutionProvider"
-    if WAYS[way][2] is torch_allocator and shutil.which("gcc") is None:
+    if CLIENTS[way][2] is torch_allocator and shutil.which("gcc") is None:
         return "gcc is not installed"
     return ""
 
@@ -295,16 +318,45 @@ class Overruns(Observer):
         return None if pid not in self.over_s else self.last_s[pid] - self.over_s[pid]
 
 
+def check_clients(ways: list[str], devices: str) -> list[str]:
+    """Try each way as a client of MPS, one after the other."""
+
+    def one_by_one() -> dict[str, Ended]:
+        each = {way: make_task(way, "warn", is_client=True) for way in ways}
+        return {way: gather({way: each[way].submit()}, BODY_S)[way] for way in ways}
+
+    with Observer() as observer:
+        flow = run_flow("clients", one_by_one, devices, sharing="mps")
+        processes = read_processes(flow.id, len(ways))
+    problems, rows = [], []
+    for way, ended in flow.value.items():
+        report = last_of(processes, ended)
+        shown, tried = observer.peak_of(report), ended.value or Tried()
+        reported = None if report is None else report.bytes("peak_process_bytes")
+        rose = tried.rose_bytes if way in UNSEEN else 0
+        words = (tried.refused or ended.words)[:80]
+        rows.append((way, size(shown), size(reported), size(rose) if rose else "", words))
+        if max(shown or 0, reported or 0, rose) > MOST_BYTES:
+            problems.append(f"{way}: it took more than its budget")
+        if report is None or report.fields.get("sharing") != "mps":
+            problems.append(f"{way}: it was no client of MPS: {ended.words}")
+    table(["in the body of a client", "NVML-peak", "reported", "device-rose", "refused with"], rows)
+    say(f"sizes in MiB; budget {size(BUDGET_BYTES)}, asked for {size(WANTED_BYTES)}")
+    return problems
+
+
 def check(options: argparse.Namespace) -> list[str]:
     """Try each way, first with a warning, then with an end."""
     problems: list[str] = []
     ways = []
-    for way, (module, _, _) in WAYS.items():
+    for way, (module, _, _) in (CLIENTS if options.sharing == "mps" else WAYS).items():
         missing = missing_for(way, module)
         if missing:
             say(f"not tried: {way}, since {missing}")
         else:
             ways.append(way)
+    if options.sharing == "mps":
+        return check_clients(ways, options.devices)
     rows = []
     found: dict[tuple[str, str], tuple[Ended, Process | None, int | None, float | None]] = {}
     names = {f"{way} {enforce}": (way, enforce) for way in ways for enforce in ("warn", "kill")}
@@ -367,6 +419,7 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sharing", choices=("time", "mps"), default="time")
     return run(check, parser, limit_s=270, quiet=True)
 
 

@@ -1,9 +1,9 @@
 """What `sharing="mps"` gains, that its limits hold, and that a fault of one client costs no other task.
 
-    python -m tests.gpu.check_mps [--seconds 15]
+    python -m tests.gpu.check_mps [--pairs] [--seconds 15]
 
-One, four and eight trainings of a small ResNet at the same time, by turns and with MPS: steps a second of all together. Then a
-client takes more than its budget with an allocator that nothing caps. Then three tasks compute beside one that does harm, of
+Two tasks that fill the chip: one after the other, by turns, with MPS, and placed by what is known of an earlier run. One, four and
+eight trainings of a small ResNet at the same time, by turns and with MPS: steps a second of all together. Then a client takes more than its budget with an allocator that nothing caps. Then three tasks compute beside one that does harm, of
 each kind: each must end right, without a retry of Prefect. In the end no process and no daemon may be left.
 """
 
@@ -35,6 +35,9 @@ COUNTS = (1, 4, 8)
 #: Least gains of MPS over turns, by the number of trainings.
 LEAST = {4: 1.25, 8: 1.6}
 
+#: Most seconds of two tasks that fill the chip, of those one after the other.
+MOST_OF_SEQUENTIAL = 1.05
+
 BUDGET_BYTES = 4 * GIB
 
 
@@ -59,6 +62,23 @@ def train(until_s: float) -> tuple[int, float]:
             loss20 = float(loss.detach())
     torch.cuda.synchronize()
     return steps, loss20
+
+
+@task(tags=gpu(memory="4GiB", framework="torch"))
+def fill(products: int, seconds: float) -> int:
+    """Multiply large matrices so often, or for so long; return how often."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.ones(4096, 4096, device=device)
+    until_s, done = time.monotonic() + seconds, 0
+    while done < products or time.monotonic() < until_s:
+        x = (x @ x).clamp(max=1.0)
+        done += 1
+        if done % 100 == 0 and x.is_cuda:
+            torch.cuda.synchronize()
+    # Waits for the last.
+    return done if float(x[0, 0]) else 0
 
 
 @task(tags=gpu(memory="4GiB", framework="none"))
@@ -193,10 +213,10 @@ def daemon_left() -> list[str]:
     return [] if left is None else ["the daemon is left"]
 
 
-def in_flow(sharing: Any, devices: str, make: Any) -> Any:
+def in_flow(sharing: Any, devices: str, make: Any, reports: bool = False) -> Any:
     """Run `make` in a flow with a way of sharing."""
 
-    @flow(task_runner=GPUTaskRunner(devices=devices, sharing=sharing, reports=False))
+    @flow(task_runner=GPUTaskRunner(devices=devices, sharing=sharing, reports=reports))
     def shared() -> Any:
         return make()
 
@@ -214,9 +234,40 @@ def trainings(sharing: str, count: int, seconds: float, devices: str) -> list[tu
     return found
 
 
+def pairs(options: argparse.Namespace) -> list[str]:
+    """Run two tasks that fill the chip in each way; return what is not as it should be."""
+    problems, rows = [], []
+    # The first completed run of more than ten seconds teaches that it fills the chip.
+    products = in_flow("time", options.devices, lambda: fill.submit(0, 12.0).result(), True)
+    for way, sharing, one_busy, at_once in (
+        ("one after the other", "time", "0", 1),
+        ("by turns", "time", "0", 2),
+        ("MPS", "mps", "0", 2),
+        ("placed", "time", "1", 2),
+    ):
+        os.environ["PREFECT_INTEGRATIONS_GPU_ONE_BUSY_TASK_PER_DEVICE"] = one_busy
+
+        def two(at_once: int = at_once) -> float:
+            # A first one, so that the process that is forked has imported everything.
+            fill.submit(1, 0.0).result()
+            began_s = time.monotonic()
+            for _ in range(0, 2, at_once):
+                for each in [fill.submit(products, 0.0) for _ in range(at_once)]:
+                    each.result()
+            return time.monotonic() - began_s
+
+        took_s: float = in_flow(sharing, options.devices, two, True)
+        rows.append((way, f"{took_s:.1f}"))
+    table(["two that fill the chip", "seconds"], rows)
+    if float(rows[-1][1]) > MOST_OF_SEQUENTIAL * float(rows[0][1]):
+        problems.append(f"placed, two that fill the chip took {rows[-1][1]} s")
+    return problems
+
+
 def check(options: argparse.Namespace) -> list[str]:
     """Measure, then take too much, then fail."""
-    problems, rows, losses = [], [], set()
+    rows, losses = [], set()
+    problems = pairs(options) if options.pairs else []
     for count in [count for _ in range(options.turns) for count in COUNTS]:
         rates = {}
         for sharing in ("time", "mps"):
@@ -265,6 +316,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=15.0, help="of each set of trainings")
     parser.add_argument("--turns", type=int, default=1, help="of each set of trainings")
+    parser.add_argument(
+        "--pairs", action="store_true", help="begin with two tasks that fill the chip"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="of each kind of fault")
     parser.add_argument("--kinds", action="append", choices=KINDS, help="of faults; default: all")
     parser.add_argument("--kills", type=int, default=20, help="of flows")

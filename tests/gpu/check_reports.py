@@ -3,6 +3,7 @@
     python -m tests.gpu.check_reports > reports.txt
     python -m tests.ui.capture --reports reports.txt --key gpu-memory-train --out docs/images/task-report.png
     python -m tests.ui.capture --reports reports.txt --key gpu-flow-train-models --out docs/images/flow-report.png
+    python -m tests.ui.capture --reports reports.txt --key gpu-leaderboard-train-models --out docs/images/leaderboard.png
 
 Four tasks train a ResNet-50 side by side with batches of different sizes. The budget of the largest is too small, so it
 runs out of memory and runs again with more. The last line that is printed for the flow has all of its artifacts, as JSON.
@@ -17,8 +18,8 @@ import time
 
 from prefect import task
 
-from prefect_gpu import gpu, phase, step
-from tests.gpu._checks import BODY_S, gather, read_all, read_processes, run, run_flow, say
+from prefect_gpu import gpu, phase, publish_leaderboard, report_metric, step
+from tests.gpu._checks import BODY_S, Ended, gather, read_all, read_processes, run, run_flow, say
 
 #: Budgets by the images of a batch: enough, but for the last.
 BUDGETS = {64: "3GiB", 128: "3GiB", 256: "4GiB", 512: "4GiB"}
@@ -55,25 +56,23 @@ def train(batch: int) -> int:
         loss.item()
         step()
         steps += 1
+    report_metric("images_per_s", steps * batch / (time.monotonic() - began_s))
     return steps
 
 
 def check(options: argparse.Namespace) -> list[str]:
     """Run the flow and print its artifacts."""
     body = task(name="train", task_run_name="resnet50-batch-{batch}", timeout_seconds=BODY_S)(train)
-    flow = run_flow(
-        "train-models",
-        lambda: gather(
-            {
-                str(batch): body.with_options(tags=gpu(memory=memory, framework="torch")).submit(
-                    batch
-                )
-                for batch, memory in BUDGETS.items()
-            },
-            BODY_S,
-        ),
-        options.devices,
-    )
+
+    def train_all() -> dict[str, Ended]:
+        futures = {
+            str(batch): body.with_options(tags=gpu(memory=memory, framework="torch")).submit(batch)
+            for batch, memory in BUDGETS.items()
+        }
+        publish_leaderboard(futures.values(), "images_per_s")
+        return gather(futures, BODY_S)
+
+    flow = run_flow("train-models", train_all, options.devices)
     problems = [f"batch {name}: {e.words}" for name, e in flow.value.items() if e.error is not None]
     read_processes(flow.id, len(BUDGETS) + 1)
     where = {"artifacts": {"flow_run_id": {"any_": [flow.id]}}, "sort": "CREATED_DESC"}

@@ -1,9 +1,9 @@
 """How much of its time does a task compute, and with how much energy: reports beside `nvidia-smi` and the power's readings.
 
-    python -m tests.gpu.check_work [--seconds 20]
+    python -m tests.gpu.check_work [--seconds 20] [--only half]
 
 Tasks compute without a pause, for half of their time, and not at all, each alone; then two compute beside each other.
-`nvidia-smi pmon` shows each process's part meanwhile, and NVML the power of the device. How long the two questions take
+`nvidia-smi pmon` shows each process's part meanwhile, `dmon` the device's, and NVML its power. How long the two questions take
 that a reading has more for it is printed, too.
 """
 
@@ -22,6 +22,7 @@ import pynvml
 from prefect import task
 
 from prefect_gpu import gpu
+from prefect_gpu.measurements import UnitUse
 from tests.gpu._checks import (
     gather,
     last_of,
@@ -38,7 +39,7 @@ MOST_APART_PERCENT = 12.0
 MOST_ENERGY_APART = 0.15
 
 #: Tasks at a time, and for how much of its time each computes.
-ROWS = {"all of it": (1, 1.0), "half of it": (1, 0.5), "nothing": (1, 0.0), "two": (2, 1.0)}
+ROWS = {"all": (1, 1.0), "half": (1, 0.5), "nothing": (1, 0.0), "two": (2, 1.0)}
 
 
 @task(tags=gpu(memory="4GiB", framework="torch"))
@@ -63,12 +64,18 @@ class Smi(threading.Thread):
         super().__init__(daemon=True)
         #: Percent of the time by process id.
         self.percents: dict[int, list[int]] = defaultdict(list)
+        #: Percent of the time of the device.
+        self.device: list[int] = []
         self.watts: list[float] = []
         self._left = threading.Event()
 
     def __enter__(self) -> Smi:
-        command = ["nvidia-smi", "pmon", "-s", "u", "-d", "1"]
-        self._pmon = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._pmon, self._dmon = (
+            subprocess.Popen(
+                ["nvidia-smi", way, "-s", "u", "-d", "1"], stdout=subprocess.PIPE, text=True
+            )
+            for way in ("pmon", "dmon")
+        )
         self.start()
         self._power = threading.Thread(target=self._read_power, daemon=True)
         self._power.start()
@@ -78,7 +85,11 @@ class Smi(threading.Thread):
         self._left.set()
         self._power.join()
         self._pmon.terminate()
+        self._dmon.terminate()
         self.join()
+        # The first device, multiprocessors, …
+        lines = [line.split() for line in self._dmon.communicate()[0].splitlines()]
+        self.device = [int(parts[1]) for parts in lines if parts[0] == "0" and parts[1].isdigit()]
 
     def run(self) -> None:
         assert self._pmon.stdout is not None
@@ -97,6 +108,11 @@ class Smi(threading.Thread):
         """Return the mean of a process, without the first and last second."""
         return statistics.fmean(self.percents[pid][1:-1] or [0])
 
+    def device_percent(self) -> float:
+        """Return the mean of the device from the first to the last second in which it computed."""
+        busy = [at for at, part in enumerate(self.device) if part]
+        return statistics.fmean(self.device[busy[0] + 1 : busy[-1]] or [0]) if busy else 0.0
+
 
 def check(options: argparse.Namespace) -> list[str]:
     """Run each row, and compare."""
@@ -104,7 +120,8 @@ def check(options: argparse.Namespace) -> list[str]:
         return ["nothing to compare"]
     (handle, *_) = nvml_handles()
     problems, lines = [], []
-    for name, (count, part) in ROWS.items():
+    for name in options.only or ROWS:
+        count, part = ROWS[name]
         with Smi() as smi:
             began_s = time.monotonic()
             flow: Any = run_flow(
@@ -131,16 +148,27 @@ def check(options: argparse.Namespace) -> list[str]:
             energies.append(energy)
             theirs = smi.percent(report.pid)
             seen = "?" if ours is None else f"{ours:.1f}"
-            lines.append((name, seen, f"{theirs:.1f}", f"{energy:.0f}", f"{joules:.0f}"))
+            units = [
+                f"{100 * float(report[each]):.1f}" if each in report.fields else "?"
+                for each in UnitUse._fields
+            ]
+            dmon = f"{smi.device_percent():.1f}"
+            lines.append(
+                (name, seen, f"{theirs:.1f}", dmon, f"{energy:.0f}", f"{joules:.0f}", *units)
+            )
             if ours is None or abs(ours - theirs) > MOST_APART_PERCENT:
                 problems.append(f"{name}: {seen} % of the time, by nvidia-smi {theirs:.1f} %")
         # The device takes energy before and after the bodies, too.
         if part == 1.0 and not 0 < sum(energies) < (1 + MOST_ENERGY_APART) * joules:
             problems.append(f"{name}: {sum(energies):.0f} J of {joules:.0f} J")
-    table(["computes", "ours-%", "pmon-%", "joules", "of-the-device"], lines)
+    heads = ["computes", "ours-%", "pmon-%", "dmon-%", "joules", "of-the-device"]
+    table([*heads, *(f"{each}-%" for each in UnitUse._fields)], lines)
     for question, ask in {
         "utilisation of processes": lambda: pynvml.nvmlDeviceGetProcessUtilization(handle, 0),
         "energy": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle),
+        "units": lambda: pynvml.nvmlGpmSampleFree(
+            pynvml.nvmlGpmSampleGet(handle, pynvml.nvmlGpmSampleAlloc())
+        ),
     }.items():
         times_s = []
         for _ in range(50):
@@ -161,6 +189,7 @@ def check(options: argparse.Namespace) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="of each task")
+    parser.add_argument("--only", action="append", choices=ROWS, help="default: all rows")
     return run(check, parser, limit_s=240)
 
 

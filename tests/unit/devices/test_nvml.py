@@ -367,13 +367,49 @@ def test_work(rig: Rig, changes: dict[str, Any], work: DeviceWork | None) -> Non
     assert work_of(rig.reader()) == work
 
 
-@pytest.mark.parametrize("question", ["work_error", "energy_error"])
+@pytest.mark.parametrize("question", ["work_error", "energy_error", "units_error"])
 def test_a_device_that_is_lost_as_it_is_asked_for_its_work_is_set_aside(
     rig: Rig, question: str
 ) -> None:
     setattr(rig.nvml.gpus[0], question, 15)
     (snapshot,) = rig.read()
     assert snapshot.error == "GPU is lost (NVML error 15)"
+
+
+def test_the_use_of_units_is_that_since_the_reading_before(rig: Rig) -> None:
+    gpu, reader = rig.nvml.gpus[0], rig.reader()
+    gpu.units, gpu.units_error = (18.0, 1.0, 2.0), None
+    found = []
+    for pause_s in (0.0, 0.25, 0.05, 0.25):
+        rig.clock.advance(pause_s)
+        work = work_of(reader)
+        assert work is not None
+        found.append(work.units)
+    # The first, and one that is too soon after another.
+    assert found == [None, (0.18, 0.01, 0.02), None, (0.18, 0.01, 0.02)]
+    assert rig.nvml.samples == 1
+    reader.close()
+    assert rig.nvml.samples == 0
+
+
+@pytest.mark.parametrize("percent", [float("nan"), -1.0, 2e9])
+def test_a_figure_of_units_that_is_none(rig: Rig, percent: float) -> None:
+    gpu, reader = rig.nvml.gpus[0], rig.reader()
+    gpu.units, gpu.units_error = (18.0, percent, 2.0), None
+    for _ in range(3):
+        rig.clock.advance(0.25)
+        assert work_of(reader) == DeviceWork({}, 0.0)
+
+
+def test_a_device_without_counters_is_asked_for_them_once(rig: Rig) -> None:
+    reader = rig.reader()
+    for _ in range(2):
+        rig.clock.advance(0.25)
+        assert work_of(reader) == DeviceWork({}, 0.0)
+        rig.nvml.gpus[0].units_error = None
+    assert rig.nvml.samples == 1
+    reader.close()
+    assert rig.nvml.samples == 0
 
 
 def test_in_a_container_the_work_of_processes_is_not_known(rig: Rig) -> None:

@@ -269,3 +269,22 @@ def test_the_most_useful_advice_comes_first() -> None:
 def test_a_process_that_leaves_its_device_idle(changes: dict[str, Any], says: str) -> None:
     found = about(quiet(**changes), "computed")
     assert [sentence[: len(says)] for sentence in found] == ([says] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "Its kernels ran for 94% of the time, but used 18% of the multiprocessors"),
+        ({"multiprocessors": None}, ""),
+        ({"multiprocessors": 0.5}, ""),
+        # It is advised otherwise.
+        ({"busy_fraction": 0.2}, ""),
+        ({"run_s": 4.0}, ""),
+        ({"outcome": "died"}, ""),
+    ],
+)
+def test_a_process_with_small_kernels(changes: dict[str, Any], says: str) -> None:
+    found = about(
+        quiet(**{"busy_fraction": 0.94, "multiprocessors": 0.18, **changes}), "multiprocessors"
+    )
+    assert [sentence[: len(says)] for sentence in found] == ([says] if says else [])

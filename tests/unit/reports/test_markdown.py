@@ -119,6 +119,10 @@ def test_a_task_report_has_a_table_a_chart_phases_and_raw_numbers() -> None:
             "| GPU computed | 31% of the time, 12.4kJ |",
         ),
         ({"busy_fraction": 0.31}, "| GPU computed | 31% of the time |"),
+        (
+            {"multiprocessors": 0.18, "tensor_cores": 0.006, "bandwidth": 0.02},
+            "| Units in use | 18% of multiprocessors, 1% of tensor cores, 2% of memory bandwidth |",
+        ),
         ({}, "**Completed in 41.2s: it needed 5.5GiB of its 6GiB budget (92%).**"),
         ({"outcome": "oom"}, "**Ran out of memory after 41.2s: it had taken 5.5GiB of its 6GiB"),
         (

@@ -14,7 +14,7 @@ import pytest
 
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.measurements import Mark, StepFacts
+from prefect_gpu.measurements import Mark, StepFacts, UnitUse
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.model import ProcessPeak, TaskReport, Verdict, past_run
@@ -400,6 +400,25 @@ def test_the_time_of_a_suspension_is_left_out() -> None:
     learned.add_work(32.0, works({7: 0.0}, 9000.0))
     made = made_of(learned)
     assert (made.busy_fraction, made.energy_j) == (0.5, 10.0)
+
+
+def test_units_count_for_a_process_while_no_other_computes() -> None:
+    learned = record()
+    learned.pid, learned.started_s = 7, 0.0
+    units = UnitUse(0.2, 0.1, 0.0)
+    readings: list[tuple[float, dict[int | None, float], UnitUse | None]] = [
+        (0.0, {7: 1.0}, units),
+        (1.0, {7: 1.0}, units),
+        (2.0, {7: 0.5, None: 0.5}, UnitUse(0.9, 0.9, 0.9)),
+        (3.0, {7: 1.0}, None),
+        (6.0, {7: 1.0}, UnitUse(0.4, 0.1, 0.0)),
+    ]
+    for at_s, busy, used in readings:
+        learned.add_work(at_s, [DeviceWork(busy, 0.0, used)])
+    made = made_of(learned)
+    assert made.multiprocessors == pytest.approx((0.2 + 3 * 0.4) / 4)
+    assert (made.tensor_cores, made.bandwidth) == (pytest.approx(0.1), 0.0)
+    assert made_of(record()).multiprocessors is None
 
 
 @pytest.mark.parametrize(

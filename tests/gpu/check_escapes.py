@@ -57,13 +57,14 @@ HOLD_S = 2.0
 ALLOCATOR = """
 #include <dlfcn.h>
 #include <stddef.h>
+#include <new>
 static void *driver(const char *name) { return dlsym(dlopen("libcuda.so.1", RTLD_NOW), name); }
-void *take(ptrdiff_t size, int device, void *stream) {
+extern "C" void *take(ptrdiff_t size, int device, void *stream) {
     unsigned long long at = 0;
-    ((int (*)(unsigned long long *, size_t))driver("cuMemAlloc_v2"))(&at, size);
+    if (((int (*)(unsigned long long *, size_t))driver("cuMemAlloc_v2"))(&at, size)) throw std::bad_alloc();
     return (void *)at;
 }
-void give(void *at, ptrdiff_t size, int device, void *stream) {
+extern "C" void give(void *at, ptrdiff_t size, int device, void *stream) {
     ((int (*)(unsigned long long))driver("cuMemFree_v2"))((unsigned long long)at);
 }
 """
@@ -80,10 +81,10 @@ def torch_allocator() -> Any:
     import torch
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "allocator.c").write_text(ALLOCATOR, encoding="ascii")
+    (folder / "allocator.cpp").write_text(ALLOCATOR, encoding="ascii")
     library = folder / "allocator.so"
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-o", library, folder / "allocator.c", "-ldl"], check=True
+        ["g++", "-shared", "-fPIC", "-o", library, folder / "allocator.cpp", "-ldl"], check=True
     )
     shared = torch.cuda.memory.CUDAPluggableAllocator(str(library), "take", "give")
     torch.cuda.memory.change_current_allocator(shared)
@@ -292,8 +293,8 @@ def missing_for(way: str, module: str) -> str:
 
         if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
             return "onnxruntime has no CUDAExecutionProvider"
-    if CLIENTS[way][2] is torch_allocator and shutil.which("gcc") is None:
-        return "gcc is not installed"
+    if CLIENTS[way][2] is torch_allocator and shutil.which("g++") is None:
+        return "g++ is not installed"
     return ""
 
 

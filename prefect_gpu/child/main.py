@@ -14,8 +14,11 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from prefect_gpu import in_task, values
 from prefect_gpu.child import exit as process_exit
@@ -36,6 +39,9 @@ from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Call, Prepare
 from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
+
+#: Seconds between two looks at the context of a client of MPS, and after which a body must have noticed its assertion.
+WATCH_S, GRACE_S = 0.05, 0.2
 
 
 def main(descriptor: int, warm: list[str] | None = None, control: int | None = None) -> None:
@@ -114,7 +120,10 @@ def _run(
     readings = Readings(prepare.policy, adapters)
     recorder = Recorder(readings)
     in_task.set_current_recorder(recorder)
-    sampler = LiveSampler(channel, recorder, prepare.counters_interval_s)
+    watch = None
+    if mps.is_client(os.environ):
+        watch = AssertionWatch(lambda: _end_at_assertion(channel, recorder, sampler))
+    sampler = LiveSampler(channel, recorder, prepare.counters_interval_s, watch)
     shortage: OutOfMemory | None = None
     failed: BaseException | None = None
     raised, text = False, ""
@@ -152,11 +161,11 @@ def _run(
                     raise RuntimeError(f"The device failed while the task ran: {fault}")
             except BaseException as error:
                 failed = error
-                registrations.note_missing(error, call.function)
-                # At once, before other processes take memory and before the body's frames are released.
-                shortage = find_shortage(error, names, readings)
-                if fault := context_fault():
+                # At once, before other clients of MPS hang, and before other processes take memory.
+                if fault := _spare_other_clients():
                     add_note(error, f"The device's context ended with {fault}.")
+                shortage = find_shortage(error, names, readings)
+                registrations.note_missing(error, call.function)
                 late_prefect.roll_back()
                 raise
             finally:
@@ -188,10 +197,60 @@ def _run(
     channel.send_with_value(ended, data)
 
 
-def _spare_other_clients() -> None:
-    """Destroy a context that has ended: half a second after an assertion, others' kernels hang (H200, driver 580)."""
-    if mps.is_client(os.environ) and context_fault():
+class AssertionWatch:
+    """Calls `end` if the body of a client of MPS goes on after a failed assertion on the device.
+
+    Half a second after it, the kernels of all other clients hang, for good, unless its context is destroyed (H200, driver
+    580). A body that raises the error has its own end, and its own error.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[], None],
+        fault: Callable[[], str] = context_fault,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._end, self._fault, self._clock = end, fault, clock
+        self._due_s = float("-inf")
+        #: When the assertion was seen; `None`: none has failed.
+        self._failed_s: float | None = None
+
+    def __call__(self) -> None:
+        """Look at the context, every `WATCH_S` seconds."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + WATCH_S
+        if self._fault() != "CUDA_ERROR_ASSERT":
+            self._failed_s = None
+        elif self._failed_s is None:
+            self._failed_s = now_s
+        elif now_s >= self._failed_s + GRACE_S:
+            self._end()
+
+
+def _end_at_assertion(channel: Channel, recorder: Recorder, sampler: LiveSampler) -> NoReturn:
+    """End this process; its task fails with an error that names the line at which the body was."""
+    error = RuntimeError(
+        f"An assertion failed on the device (CUDA_ERROR_ASSERT), and the body went on for {GRACE_S:g} s. Its process was "
+        "ended, because the kernels of other clients of MPS would hang"
+    )
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    text = "".join(traceback.format_stack(frame)) + f"RuntimeError: {error}\n"
+    measured = (*sampler.last(), read_own_bytes("VmHWM"), recorder.metrics)
+    channel.send_with_value(
+        BodyEnded(True, None, text, *measured), values.dump_exception(error, ())
+    )
+    process_exit.flush_streams()
+    os._exit(0)
+
+
+def _spare_other_clients() -> str:
+    """Return the fault that ended the device's context; "": none. A client of MPS destroys it: see `AssertionWatch`."""
+    fault = context_fault()
+    if fault and mps.is_client(os.environ):
         reset_context()
+    return fault
 
 
 def _fetch(channel: Channel, module: str, name: str) -> Any:

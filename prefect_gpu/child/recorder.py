@@ -424,8 +424,16 @@ END_S = 30.0
 class LiveSampler:
     """Thread that samples memory, sends counters every `interval_s` seconds, and serves requests of the parent."""
 
-    def __init__(self, channel: Channel, recorder: Recorder, interval_s: float) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        recorder: Recorder,
+        interval_s: float,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
         self._channel = channel
+        #: Called at every sample.
+        self._watch = watch
         self._recorder = recorder
         self._interval_s = interval_s
         self._stopped = threading.Event()
@@ -471,6 +479,8 @@ class LiveSampler:
             self._answer()
             began_s = time.thread_time()
             self._recorder.sample()
+            if self._watch is not None:
+                self._watch()
             if time.monotonic() >= due_s:
                 due_s = time.monotonic() + self._interval_s
                 self._channel.end_with_parent()

@@ -124,8 +124,11 @@ def fault(kind: str, marker: str) -> str:
     time.sleep(1)
     if kind == "kill -9 of a client":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "assertion":
-        x[torch.full((8,), 100, device="cuda")].sum().item()
+    if kind.startswith("assertion"):
+        lost = x[torch.full((8,), 100, device="cuda")].sum()
+        if kind.endswith("noticed late"):
+            time.sleep(3)
+        lost.item()
     if kind == "illegal address" and not Path(marker).exists():
         import cupy
 
@@ -141,6 +144,7 @@ def fault(kind: str, marker: str) -> str:
 KINDS = {
     "illegal address": True,
     "assertion": False,
+    "assertion, noticed late": False,
     "kill -9 of a client": False,
     "kill -9 of the server": True,
     "kill -9 of the daemon": True,

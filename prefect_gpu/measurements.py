@@ -119,6 +119,10 @@ class UnitUse(NamedTuple):
     bandwidth: float
 
 
+#: Fraction of its time for which a process must have computed alone, for the units that it used to be known.
+ALONE_FRACTION = 0.1
+
+
 class WorkBuilder:
     """Adds up what one process computed on its devices. For one thread."""
 
@@ -140,7 +144,9 @@ class WorkBuilder:
     @property
     def units(self) -> UnitUse | None:
         """What the process used while no other process computed, the mean of its devices; `None`: not known."""
-        return UnitUse(*(s / self._alone_s for s in self._used_s)) if self._alone_s else None
+        if not self._alone_s or self._alone_s < ALONE_FRACTION * self._known_s:
+            return None
+        return UnitUse(*(used_s / self._alone_s for used_s in self._used_s))
 
     def add(
         self,

@@ -6,6 +6,7 @@ exception. `bootstrap` runs before; `processes.messages` has the order of the me
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -14,11 +15,10 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from prefect_gpu import in_task, values
 from prefect_gpu.child import exit as process_exit
@@ -28,7 +28,7 @@ from prefect_gpu.child.late_prefect import LatePrefect
 from prefect_gpu.child.readings import Readings
 from prefect_gpu.child.recorder import LiveSampler, Recorder
 from prefect_gpu.child.shortage import find_shortage
-from prefect_gpu.devices.cuda_driver import context_fault, reset_context
+from prefect_gpu.devices.cuda_driver import PER_THREAD, context_fault
 from prefect_gpu.errors import FrameworkError, ProtocolError, add_note
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -40,8 +40,8 @@ from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Cal
 from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
 
-#: Seconds between two looks at the context of a client of MPS, and after which a body must have noticed its assertion.
-WATCH_S, GRACE_S = 0.05, 0.2
+#: Seconds between two looks at the context of a client of MPS.
+WATCH_S = 0.05
 
 
 def main(descriptor: int, warm: list[str] | None = None, control: int | None = None) -> None:
@@ -120,9 +120,8 @@ def _run(
     readings = Readings(prepare.policy, adapters)
     recorder = Recorder(readings)
     in_task.set_current_recorder(recorder)
-    watch = None
-    if mps.is_client(os.environ):
-        watch = AssertionWatch(lambda: _end_at_assertion(channel, recorder, sampler))
+    others = OtherClients(os.environ[mps.PIPES]) if mps.is_client(os.environ) else None
+    watch = others.look if others is not None else None
     sampler = LiveSampler(channel, recorder, prepare.counters_interval_s, watch)
     shortage: OutOfMemory | None = None
     failed: BaseException | None = None
@@ -162,7 +161,7 @@ def _run(
             except BaseException as error:
                 failed = error
                 # At once, before other clients of MPS hang, and before other processes take memory.
-                if fault := _spare_other_clients():
+                if fault := _end_others(others):
                     add_note(error, f"The device's context ended with {fault}.")
                 shortage = find_shortage(error, names, readings)
                 registrations.note_missing(error, call.function)
@@ -172,7 +171,7 @@ def _run(
                 interrupts.end()
                 sampler.stop()
             recorder.finish()
-            _spare_other_clients()
+            _end_others(others)
             changed = late_prefect.commit()
         in_task.set_current_recorder(None)
         if changed is not None:
@@ -182,7 +181,7 @@ def _run(
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
-        _spare_other_clients()
+        _end_others(others)
         if failed is None:
             # Memory may also run out as the call is read, a framework is set up, or the result is copied to the host.
             failed, shortage = error, find_shortage(error, names, readings)
@@ -197,59 +196,42 @@ def _run(
     channel.send_with_value(ended, data)
 
 
-class AssertionWatch:
-    """Calls `end` if the body of a client of MPS goes on after a failed assertion on the device.
+class OtherClients:
+    """Keeps other clients of MPS from hanging, which their kernels may do for good after an assertion of this one's kernels.
 
-    Half a second after it, the kernels of all other clients hang, for good, unless its context is destroyed (H200, driver
-    580). A body that raises the error has its own end, and its own error.
+    It ends the server, once: all clients get an error, after which they run again outside MPS.
     """
 
     def __init__(
         self,
-        end: Callable[[], None],
-        fault: Callable[[], str] = context_fault,
+        pipes: str,
+        fault: Callable[[int | None], str] = context_fault,
+        end: Callable[[str], None] = mps.end_servers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._end, self._fault, self._clock = end, fault, clock
+        self._pipes, self._fault, self._clock = pipes, fault, clock
+        #: The function that ends the server; empty: it has been called. Two threads take from it.
+        self._ends = [end]
         self._due_s = float("-inf")
-        #: When the assertion was seen; `None`: none has failed.
-        self._failed_s: float | None = None
 
-    def __call__(self) -> None:
-        """Look at the context, every `WATCH_S` seconds."""
-        now_s = self._clock()
-        if now_s < self._due_s:
-            return
-        self._due_s = now_s + WATCH_S
-        if self._fault() != "CUDA_ERROR_ASSERT":
-            self._failed_s = None
-        elif self._failed_s is None:
-            self._failed_s = now_s
-        elif now_s >= self._failed_s + GRACE_S:
-            self._end()
+    def look(self) -> None:
+        """Look at the context, at most every `WATCH_S` seconds, while the body runs: it may not have noticed yet."""
+        if self._clock() >= self._due_s:
+            self._due_s = self._clock() + WATCH_S
+            self.end_after(self._fault(PER_THREAD))
+
+    def end_after(self, fault: str) -> None:
+        """End the server if the fault is an assertion."""
+        if fault == mps.ASSERTION and self._ends:
+            with contextlib.suppress(IndexError):
+                self._ends.pop()(self._pipes)
 
 
-def _end_at_assertion(channel: Channel, recorder: Recorder, sampler: LiveSampler) -> NoReturn:
-    """End this process; its task fails with an error that names the line at which the body was."""
-    error = RuntimeError(
-        f"An assertion failed on the device (CUDA_ERROR_ASSERT), and the body went on for {GRACE_S:g} s. Its process was "
-        "ended, because the kernels of other clients of MPS would hang"
-    )
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    text = "".join(traceback.format_stack(frame)) + f"RuntimeError: {error}\n"
-    measured = (*sampler.last(), read_own_bytes("VmHWM"), recorder.metrics)
-    channel.send_with_value(
-        BodyEnded(True, None, text, *measured), values.dump_exception(error, ())
-    )
-    process_exit.flush_streams()
-    os._exit(0)
-
-
-def _spare_other_clients() -> str:
-    """Return the fault that ended the device's context; "": none. A client of MPS destroys it: see `AssertionWatch`."""
+def _end_others(others: OtherClients | None) -> str:
+    """Return the fault that ended the device's context, "": none; see `OtherClients`."""
     fault = context_fault()
-    if fault and mps.is_client(os.environ):
-        reset_context()
+    if others is not None:
+        others.end_after(fault)
     return fault
 
 

@@ -22,6 +22,9 @@ _NOT_INITIALIZED = 3
 #: Results of a query of a stream for faults that end a context: of a kernel (700, 710 to 719), of MPS (805 to 810).
 _FAULTS = frozenset((700, *range(710, 720), *range(805, 811)))
 
+#: The driver's handle of the default stream of the thread that asks.
+PER_THREAD = 2
+
 
 def loaded_driver() -> ctypes.CDLL | None:
     """Return the CUDA driver's library; `None`: this process has not loaded it."""
@@ -79,8 +82,10 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
     return None if failed else identity.value
 
 
-def context_fault() -> str:
+def context_fault(stream: int | None = None) -> str:
     """Return the driver's name of the fault that ended this thread's context, else device 0's primary one; "": none.
+
+    `stream` is asked: the default one, or `PER_THREAD`, which does not disturb the capture of a blocking stream.
 
     Such a fault (an illegal address, an assertion, the end of the MPS server) is the answer to every later call.
     """
@@ -102,20 +107,13 @@ def context_fault() -> str:
     with unbound_by_captures():
         code = driver.cuCtxPushCurrent_v2(context)
         if not code:
-            code = driver.cuStreamQuery(None)
+            code = driver.cuStreamQuery(ctypes.c_void_p(stream))
             driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
     if code not in _FAULTS:
         return ""
     name = ctypes.c_char_p()
     driver.cuGetErrorName(code, ctypes.byref(name))
     return (name.value or b"CUDA_ERROR_UNKNOWN").decode()
-
-
-def reset_context() -> None:
-    """Destroy device 0's primary context, with all that this process has on the device."""
-    driver, device = loaded_driver(), ctypes.c_int()
-    if driver is not None and not driver.cuDeviceGet(ctypes.byref(device), 0):
-        driver.cuDevicePrimaryCtxReset_v2(device)
 
 
 class PrimaryContexts:

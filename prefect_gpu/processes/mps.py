@@ -9,6 +9,7 @@ flow has ended, in whichever way. A daemon of the user's own is used and left al
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -44,9 +45,11 @@ ANSWER_S = 10.0
 #: Seconds to wait for other flows that start or end the daemon: one that was stopped must not hold this one up.
 TURN_S = 30.0
 
-#: Parts of the texts of errors after which the server ends all its clients, and of those that a client then gets. A
-#: device-side assertion is none of them: it leaves other clients unharmed if its context is destroyed at once (H200,
-#: driver 580; see `child.main`).
+#: The driver's name of a failed assertion. The kernels of other clients may hang for good after it (H200, driver 580), also
+#: if its context is destroyed at once.
+ASSERTION = "CUDA_ERROR_ASSERT"
+
+#: Parts of the texts of errors after which the server ends all its clients, and of those that a client then gets.
 FAULTS = (
     "illegal memory access",
     "illegal address",
@@ -113,6 +116,16 @@ def ask(command: str, pipes: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if done.returncode or "Cannot find" in done.stdout + done.stderr else done.stdout
+
+
+def end_servers(pipes: str) -> None:
+    """Kill the server of a daemon that a flow has started; the daemon starts another for its next client."""
+    if not os.path.exists(os.path.join(os.path.dirname(pipes), "keeper")):
+        return
+    for pid in (ask("get_server_list", pipes) or "").split():
+        # `ProcessLookupError`: another client of the same server had an assertion, too.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 class MpsDaemon:

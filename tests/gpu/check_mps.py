@@ -308,6 +308,8 @@ def faults(options: argparse.Namespace, problems: list[str]) -> Iterator[tuple[s
         found.append(daemon_left())
         problems += chain.from_iterable(found)
         wrong = sum(map(bool, found))
+        # Now, since a later kind may hang.
+        say(f"{kind}: {wrong} of {options.rounds} rounds wrong")
         yield kind, str(options.rounds), str(wrong), f"{time.monotonic() - began_s:.0f}"
     began_s = time.monotonic()
     found = [kill_flow() for _ in range(options.kills)]

@@ -45,9 +45,12 @@ try:
 except (OSError, ValueError):
     print("Cannot find MPS control daemon process")
     sys.exit(1)
-if sys.stdin.read().startswith("quit"):
+asked = sys.stdin.read()
+if asked.startswith("quit"):
     os.kill(pid, signal.SIGKILL)
     os.unlink(control)
+elif asked.startswith("get_server_list"):
+    print(os.environ.get("STAND_IN_SERVER", ""))
 """
 
 FLOW = """
@@ -120,6 +123,29 @@ def test_a_daemon_that_was_killed_is_started_again_and_ended_by_its_keeper(folde
     assert second not in (None, first) and len(keepers(folder)) == 1
     daemon.leave()
     assert eventually(lambda: daemon_of(daemon.pipes) is None)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_server_is_ended_of_a_daemon_that_a_flow_has_started_only(
+    folder: Path, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipes = folder.parent / "own"
+    if own:
+        start_daemon(pipes)
+        monkeypatch.setenv(mps.PIPES, str(pipes))
+    daemon = MpsDaemon(str(folder), os.environ)
+    server = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setenv("STAND_IN_SERVER", str(server.pid))
+    try:
+        mps.end_servers(daemon.pipes)
+        assert own or server.wait(DEADLOCK_S) == -signal.SIGKILL
+        # It has ended, and the daemon names it still.
+        mps.end_servers(daemon.pipes)
+        assert own is (server.poll() is None)
+    finally:
+        server.kill()
+        server.wait()
+        daemon.leave()
 
 
 def test_the_users_own_daemon_that_was_killed_is_not_started_again(folder: Path) -> None:

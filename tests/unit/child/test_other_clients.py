@@ -1,0 +1,54 @@
+"""When a client of MPS ends the server, so that other clients do not hang."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefect_gpu.child.main import WATCH_S, OtherClients
+from prefect_gpu.devices.cuda_driver import PER_THREAD
+from prefect_gpu.processes.mps import ASSERTION
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.fault = ""
+        self.now_s = 10.0
+        self.looks = 0
+        self.ended: list[str] = []
+        self.others = OtherClients("/run/mps/pipe", self.find, self.end, lambda: self.now_s)
+
+    def find(self, stream: int | None) -> str:
+        assert stream == PER_THREAD
+        self.looks += 1
+        return self.fault
+
+    def end(self, pipes: str) -> None:
+        self.ended.append(pipes)
+
+
+def test_the_server_is_ended_once_after_an_assertion() -> None:
+    rig = Rig()
+    for rig.fault in ("", "CUDA_ERROR_ILLEGAL_ADDRESS"):
+        rig.others.look()
+        rig.now_s += 2 * WATCH_S
+    assert not rig.ended
+    for rig.fault in (ASSERTION, ASSERTION):
+        rig.others.look()
+        rig.now_s += 2 * WATCH_S
+    rig.others.end_after(ASSERTION)
+    assert rig.ended == ["/run/mps/pipe"]
+
+
+def test_the_context_is_looked_at_now_and_then() -> None:
+    rig = Rig()
+    for _ in range(10):
+        rig.others.look()
+        rig.now_s += WATCH_S / 5
+    assert rig.looks == 2
+
+
+@pytest.mark.parametrize(("fault", "ends"), [(ASSERTION, 1), ("", 0), ("CUDA_ERROR_UNKNOWN", 0)])
+def test_a_body_that_has_ended_with_a_fault(fault: str, ends: int) -> None:
+    rig = Rig()
+    rig.others.end_after(fault)
+    assert len(rig.ended) == ends

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
-
 GIB = 1024**3
 MIB = 1024**2
 
@@ -109,6 +107,10 @@ class FakeNvml:
     NVML_ERROR_ARGUMENT_VERSION_MISMATCH = 25
     NVML_COMPUTEMODE_DEFAULT = 0
     nvmlMemory_v2 = 0x02000028
+    NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
 
     def __init__(self, *gpus: FakeGpu) -> None:
         self.gpus = list(gpus)
@@ -219,14 +221,14 @@ class FakeNvml:
             raise FakeNvmlError(6)
         return [SimpleNamespace(pid=pid, timeStamp=at, smUtil=part) for pid, at, part in newer]
 
-    # NVIDIA's structure, since the reader fills it.
-    c_nvmlGpmMetricsGet_t = pynvml.c_nvmlGpmMetricsGet_t
-    NVML_GPM_METRICS_GET_VERSION = pynvml.NVML_GPM_METRICS_GET_VERSION
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        metrics = [SimpleNamespace(metricId=0, nvmlReturn=0, value=0.0) for _ in range(8)]
+        return SimpleNamespace(version=0, numMetrics=0, sample1=None, sample2=None, metrics=metrics)
 
     def nvmlGpmSampleAlloc(self) -> Any:
         self._check()
         self.samples += 1
-        return pynvml.c_nvmlGpmSample_t()
+        return object()
 
     def nvmlGpmSampleFree(self, sample: Any) -> None:
         self.samples -= 1

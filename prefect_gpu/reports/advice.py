@@ -49,7 +49,7 @@ LEAK_FRACTION = 0.02
 IDLE_FRACTION = 0.3
 IDLE_S = 5.0
 
-#: A process whose kernels used a smaller fraction of the multiprocessors leaves the rest to clients of MPS.
+#: While kernels run that use a smaller fraction of the multiprocessors, clients of MPS compute on the rest.
 NARROW_FRACTION = 0.5
 
 #: A budget from this fraction of a device on counts as the whole device: driver and headroom take the rest.
@@ -228,12 +228,16 @@ def _idle(report: TaskReport) -> str:
 
 def _narrow(report: TaskReport) -> str:
     busy, used = report.busy_fraction, report.multiprocessors
-    if busy is None or busy < IDLE_FRACTION or used is None or used >= NARROW_FRACTION:
+    # Both are means of the whole time, pauses included.
+    if busy is None or busy < IDLE_FRACTION or used is None or used >= NARROW_FRACTION * busy:
         return ""
     if report.outcome != "completed" or report.run_s < IDLE_S:
         return ""
+    # Such tasks are no clients of MPS.
+    if report.exclusive or len(report.devices) > 1:
+        return ""
     return (
-        f"Its kernels ran for {busy:.0%} of the time, but used {used:.0%} of the multiprocessors: with "
+        f"Its kernels ran for {busy:.0%} of the time, and used {used:.0%} of the multiprocessors on average: with "
         '`GPUTaskRunner(sharing="mps")` other tasks compute on the rest at the same time.'
     )
 

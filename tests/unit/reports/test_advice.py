@@ -274,9 +274,13 @@ def test_a_process_that_leaves_its_device_idle(changes: dict[str, Any], says: st
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({}, "Its kernels ran for 94% of the time, but used 18% of the multiprocessors"),
+        ({}, "Its kernels ran for 94% of the time, and used 18% of the multiprocessors"),
         ({"multiprocessors": None}, ""),
         ({"multiprocessors": 0.5}, ""),
+        # Kernels that use the whole chip, for half of the time.
+        ({"busy_fraction": 0.487, "multiprocessors": 0.474}, ""),
+        ({"exclusive": True}, ""),
+        ({"devices": (device(), device(1))}, ""),
         # It is advised otherwise.
         ({"busy_fraction": 0.2}, ""),
         ({"run_s": 4.0}, ""),

@@ -109,13 +109,13 @@ class SeriesBuilder:
 
 
 class UnitUse(NamedTuple):
-    """How much of a device's units its kernels use: each a fraction, the mean of a time."""
+    """Use of a device's units by kernels: fractions from 0 to 1, means over a time (NVML's GPM, `nvmlGpmMetricId_t`)."""
 
-    #: Multiprocessors with work.
+    #: Fraction of the multiprocessors that had work.
     multiprocessors: float
-    #: Time in which tensor cores compute.
+    #: Fraction of the time in which the multiprocessors did tensor operations.
     tensor_cores: float
-    #: Bandwidth of the device's memory.
+    #: Fraction of the memory's highest bandwidth.
     bandwidth: float
 
 
@@ -143,7 +143,7 @@ class WorkBuilder:
 
     @property
     def units(self) -> UnitUse | None:
-        """What the process used while no other process computed, the mean of its devices; `None`: not known."""
+        """Use of the devices' units while no other process computed, the mean of the devices; `None`: not known."""
         if not self._alone_s or self._alone_s < ALONE_FRACTION * self._known_s:
             return None
         return UnitUse(*(used_s / self._alone_s for used_s in self._used_s))
@@ -169,6 +169,7 @@ class WorkBuilder:
         self._last[device] = at_s, last[1] if energy_j is None else energy_j
         self._known_s += at_s - last[0]
         self._busy_s += busy * (at_s - last[0])
+        # No other process computed.
         if units is not None and busy == of_all:
             self._alone_s += at_s - last[0]
             pairs = zip(self._used_s, units, strict=True)

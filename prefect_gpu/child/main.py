@@ -6,7 +6,6 @@ exception. `bootstrap` runs before; `processes.messages` has the order of the me
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import importlib
@@ -197,9 +196,10 @@ def _run(
 
 
 class OtherClients:
-    """Keeps other clients of MPS from hanging, which their kernels may do for good after an assertion of this one's kernels.
+    """Ends the MPS server, once, after a failed device assertion of this client.
 
-    It ends the server, once: all clients get an error, after which they run again outside MPS.
+    The kernels of other clients may otherwise hang for good (`mps.ASSERTION`). All clients of an ended server get an error,
+    and run again outside MPS.
     """
 
     def __init__(
@@ -210,21 +210,25 @@ class OtherClients:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipes, self._fault, self._clock = pipes, fault, clock
-        #: The function that ends the server; empty: it has been called. Two threads take from it.
+        #: `end` until one of two threads has taken it: to take from a list is atomic.
         self._ends = [end]
         self._due_s = float("-inf")
 
     def look(self) -> None:
-        """Look at the context, at most every `WATCH_S` seconds, while the body runs: it may not have noticed yet."""
+        """Look at the context, at most every `WATCH_S` seconds: a body may notice its assertion seconds later."""
         if self._clock() >= self._due_s:
             self._due_s = self._clock() + WATCH_S
             self.end_after(self._fault(PER_THREAD))
 
     def end_after(self, fault: str) -> None:
         """End the server if the fault is an assertion."""
-        if fault == mps.ASSERTION and self._ends:
-            with contextlib.suppress(IndexError):
-                self._ends.pop()(self._pipes)
+        if fault != mps.ASSERTION:
+            return
+        try:
+            end = self._ends.pop()
+        except IndexError:
+            return
+        end(self._pipes)
 
 
 def _end_others(others: OtherClients | None) -> str:

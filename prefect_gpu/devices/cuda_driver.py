@@ -22,7 +22,7 @@ _NOT_INITIALIZED = 3
 #: Results of a query of a stream for faults that end a context: of a kernel (700, 710 to 719), of MPS (805 to 810).
 _FAULTS = frozenset((700, *range(710, 720), *range(805, 811)))
 
-#: The driver's handle of the default stream of the thread that asks.
+#: `CU_STREAM_PER_THREAD` of `cuda.h`: the default stream of the thread that asks.
 PER_THREAD = 2
 
 
@@ -85,9 +85,8 @@ def primary_context_id(driver: ctypes.CDLL, ordinal: int) -> int | None:
 def context_fault(stream: int | None = None) -> str:
     """Return the driver's name of the fault that ended this thread's context, else device 0's primary one; "": none.
 
-    `stream` is asked: the default one, or `PER_THREAD`, which does not disturb the capture of a blocking stream.
-
-    Such a fault (an illegal address, an assertion, the end of the MPS server) is the answer to every later call.
+    The query is of `stream`: `None` for the legacy default stream, or `PER_THREAD`, which leaves the capture of a blocking
+    stream in another thread valid. Such a fault (an illegal address, an assertion, the end of the MPS server) is the answer to every later call.
     """
     driver = loaded_driver()
     if driver is None:

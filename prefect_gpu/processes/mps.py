@@ -122,7 +122,7 @@ def end_servers(pipes: str) -> None:
     """Kill the server of a daemon that a flow has started; the daemon starts another for its next client."""
     if not os.path.exists(os.path.join(os.path.dirname(pipes), "keeper")):
         return
-    for pid in (ask("get_server_list", pipes) or "").split():
+    for pid in filter(str.isdigit, (ask("get_server_list", pipes) or "").split()):
         # `ProcessLookupError`: another client of the same server had an assertion, too.
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)

@@ -180,7 +180,7 @@ class TaskReport(Verdict):
     busy_fraction: float | None = None
     #: Energy in joules of its devices, in the process's part of their computing. `None`: not known.
     energy_j: float | None = None
-    #: What its kernels used while no other process computed, as in `UnitUse`. `None`: not known.
+    #: Use of the devices' units while no other process computed, as in `UnitUse`. `None`: not known.
     multiprocessors: float | None = None
     tensor_cores: float | None = None
     bandwidth: float | None = None

@@ -91,7 +91,7 @@ class DeviceWork:
     busy: Mapping[int | None, float] = field(default_factory=dict)
     #: Energy in joules that the device has taken since its driver was loaded; `None`: not known.
     energy_j: float | None = None
-    #: What all processes together used of it since the reading before; `None`: not known.
+    #: Use of the device's units by all processes, since the reading before; `None`: not known.
     units: UnitUse | None = None
 
 

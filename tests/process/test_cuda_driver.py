@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from prefect_gpu.clock import DEADLOCK_S
@@ -120,6 +122,17 @@ def _break(library: str, code: int, message: str) -> str:
     return f"pushed: {driver.count_pushed()}"
 
 
+def _go_on(library: str, server: int) -> bool:
+    """Go on after a failed assertion; return whether the server ends meanwhile."""
+    driver = ctypes.CDLL(library)
+    driver.create(0)
+    driver.break_with(710)
+    deadline = time.monotonic() + DEADLOCK_S
+    while psutil.Process(server).status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return time.monotonic() < deadline
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A stand-in for the server of a daemon that a flow has started, and for the control program, which names it."""
@@ -189,6 +202,18 @@ def test_an_error_says_how_the_context_ended(
         assert server.wait(DEADLOCK_S) == -signal.SIGKILL
     else:
         assert server.poll() is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def test_the_server_is_ended_while_a_body_goes_on_after_its_assertion(
+    rig: Rig, tmp_path: Path, server: subprocess.Popen[bytes]
+) -> None:
+    environment = mps.client_environment(os.fspath(tmp_path / "pipe"), None, None)
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    library = os.fspath(_compile(tmp_path))
+    child = rig.start(_go_on, library, server.pid, environment=environment)
+    assert child.value() is True
+    child.exit()
 
 
 def _compile(folder: Path, *options: str) -> Path:

@@ -230,6 +230,10 @@ CLIENTS: dict[str, tuple[str, str, Callable[[], Any]]] = {
 }
 
 
+#: Parts of the texts of errors that say that memory was refused.
+REFUSALS = ("out of memory", "memoryallocation", "bad_alloc", "the driver refused with 2")
+
+
 #: Where the cap holds.
 HELD = (
     "tf.config.set_logical_device_configuration",
@@ -337,6 +341,8 @@ def check_clients(ways: list[str], devices: str) -> list[str]:
         rose = tried.rose_bytes if way in UNSEEN else 0
         words = (tried.refused or ended.words)[:80]
         rows.append((way, size(shown), size(reported), size(rose) if rose else "", words))
+        if not any(word in words.lower() for word in REFUSALS):
+            problems.append(f"{way}: nothing refused it: {words or 'it ended'}")
         if max(shown or 0, reported or 0, rose) > MOST_BYTES:
             problems.append(f"{way}: it took more than its budget")
         if report is None or report.fields.get("sharing") != "mps":

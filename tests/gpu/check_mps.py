@@ -3,8 +3,9 @@
     python -m tests.gpu.check_mps [--pairs] [--seconds 15]
 
 Two tasks that fill the chip: one after the other, by turns, with MPS, and placed by what is known of an earlier run. One, four and
-eight trainings of a small ResNet at the same time, by turns and with MPS: steps a second of all together. Then a client takes more than its budget with an allocator that nothing caps. Then three tasks compute beside one that does harm, of
-each kind: each must end right, without a retry of Prefect. In the end no process and no daemon may be left.
+eight trainings of a small ResNet at the same time, by turns and with MPS: steps a second of all together. Then a client takes
+more than its budget with an allocator that nothing caps. Then three tasks compute beside one that does harm, of each kind: each
+must end right, without a retry of Prefect. In the end no process and no daemon may be left.
 """
 
 from __future__ import annotations

@@ -342,6 +342,9 @@ def flow_markdown(
     if not runs:
         return parts[0] + "\n"
     sources = {report.source for report in reports}
+    if "nvml" in sources:
+        # A process may end before the driver is asked; its own report says so.
+        sources.discard("framework")
     parts += [note for source, note in _SOURCE_NOTES.items() if source in sources]
     if attention := _attention(runs, link):
         parts += ["### Needs attention", "\n".join(attention)]

@@ -486,6 +486,12 @@ def test_the_report_of_a_flow_of_500_task_runs_is_below_500_kilobytes() -> None:
     assert "… and 200 more task runs, not shown." in table
 
 
+def test_a_process_that_ended_before_its_memory_was_read_is_not_the_drivers_silence() -> None:
+    unread = task_report(source="framework")
+    assert "The driver does not report" in flow_markdown([unread])
+    assert "The driver does not report" not in flow_markdown([unread, task_report(source="nvml")])
+
+
 def test_the_report_of_a_flow_says_for_how_much_of_the_time_gpus_computed() -> None:
     busy = task_report(busy_fraction=0.9, run_s=30.0, energy_j=9000.0)
     idle = task_report(busy_fraction=0.1, run_s=10.0, energy_j=500.0, task_run_id=UUID(int=2))

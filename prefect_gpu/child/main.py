@@ -31,7 +31,6 @@ from prefect_gpu.devices.cuda_driver import PER_THREAD, context_fault
 from prefect_gpu.errors import FrameworkError, ProtocolError, add_note
 from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
-from prefect_gpu.process_resources import read_own_bytes
 from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import InterpreterState
 from prefect_gpu.processes.launch_spec import UNSUITED_CODE
@@ -41,6 +40,12 @@ from prefect_gpu.values.transport import PackedValue
 
 #: Seconds between two looks at the context of a client of MPS.
 WATCH_S = 0.05
+
+#: Begin of the text of an error if the body itself raises none after a fault.
+FAILED = "The device failed while the task ran"
+
+#: Seconds in which a body must end after a fault of its context.
+GRACE_S = 5.0
 
 
 def main(descriptor: int, warm: list[str] | None = None, control: int | None = None) -> None:
@@ -119,8 +124,10 @@ def _run(
     readings = Readings(prepare.policy, adapters)
     recorder = Recorder(readings)
     in_task.set_current_recorder(recorder)
-    others = OtherClients(os.environ[mps.PIPES]) if mps.is_client(os.environ) else None
-    watch = others.look if others is not None else None
+    client: MpsClient | None = None
+    if mps.is_client(os.environ):
+        client = MpsClient(os.environ[mps.PIPES], lambda fault: _give_up(channel, sampler, fault))
+    watch = client.look if client is not None else None
     sampler = LiveSampler(channel, recorder, prepare.counters_interval_s, watch)
     shortage: OutOfMemory | None = None
     failed: BaseException | None = None
@@ -154,13 +161,13 @@ def _run(
             recorder.begin()
             try:
                 result = run_body(call)
-                if mps.is_client(os.environ) and mps.is_fault(fault := context_fault()):
+                if client is not None and mps.is_fault(fault := context_fault()):
                     # The body may have caught the error that another client's fault gave it.
-                    raise RuntimeError(f"The device failed while the task ran: {fault}")
+                    raise RuntimeError(f"{FAILED}: {fault}")
             except BaseException as error:
                 failed = error
                 # At once, before other clients of MPS hang, and before other processes take memory.
-                if fault := _end_others(others):
+                if fault := _end_others(client):
                     add_note(error, f"The device's context ended with {fault}.")
                 shortage = find_shortage(error, names, readings)
                 registrations.note_missing(error, call.function)
@@ -170,7 +177,7 @@ def _run(
                 interrupts.end()
                 sampler.stop()
             recorder.finish()
-            _end_others(others)
+            _end_others(client)
             changed = late_prefect.commit()
         in_task.set_current_recorder(None)
         if changed is not None:
@@ -180,7 +187,7 @@ def _run(
         data = values.dumps(result, "return value", "result", reducers)
     except BaseException as error:
         in_task.set_current_recorder(None)
-        _end_others(others)
+        _end_others(client)
         if failed is None:
             # Memory may also run out as the call is read, a framework is set up, or the result is copied to the host.
             failed, shortage = error, find_shortage(error, names, readings)
@@ -188,37 +195,53 @@ def _run(
         data = values.dump_exception(failed, reducers)
     # The flow's process does not answer once it has the value.
     stand_ins.set_source(None)
-    # On Linux `ru_maxrss` begins with the parent's memory before the exec.
-    host_peak_bytes = read_own_bytes("VmHWM")
-    measured = (*sampler.last(), host_peak_bytes, recorder.metrics)
-    ended = BodyEnded(raised, shortage, text, *measured, changes)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), changes)
     channel.send_with_value(ended, data)
 
 
-class OtherClients:
-    """Ends the MPS server, once, after a failed device assertion of this client.
+def _give_up(channel: Channel, sampler: LiveSampler, fault: str) -> None:
+    """End this process, whose body may hang in the driver, with an error that names the fault."""
+    text = f"{FAILED}: {fault}. It had not ended after {GRACE_S:g} s, so its process was ended."
+    ended = BodyEnded(True, None, text, *sampler.last())
+    channel.send_with_value(ended, values.dump_exception(RuntimeError(text), ()))
+    os._exit(1)
 
-    The kernels of other clients may otherwise hang for good (`mps.ASSERTION`). All clients of an ended server get an error,
-    and run again outside MPS.
+
+class MpsClient:
+    """Looks at the context of a client of MPS while the body runs, so that no client hangs after another one's fault.
+
+    After a failed assertion of this client it ends the server, once: the kernels of other clients may otherwise hang for good
+    (`mps.ASSERTION`). All clients of an ended server get an error, and run again outside MPS. In some of them the driver
+    waits for ever instead: `give_up` is called if the body has not ended `GRACE_S` seconds after a fault of its context.
     """
 
     def __init__(
         self,
         pipes: str,
+        give_up: Callable[[str], None],
         fault: Callable[[int | None], str] = context_fault,
         end: Callable[[str], None] = mps.end_servers,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pipes, self._fault, self._clock = pipes, fault, clock
+        self._pipes, self._give_up, self._fault, self._clock = pipes, give_up, fault, clock
         #: `end` until one of two threads has taken it: to take from a list is atomic.
         self._ends = [end]
         self._due_s = float("-inf")
+        #: When the body is given up.
+        self._until_s = float("inf")
 
     def look(self) -> None:
-        """Look at the context, at most every `WATCH_S` seconds: a body may notice its assertion seconds later."""
-        if self._clock() >= self._due_s:
-            self._due_s = self._clock() + WATCH_S
-            self.end_after(self._fault(PER_THREAD))
+        """Look at the context, at most every `WATCH_S` seconds: a body may notice its fault late, or never."""
+        now_s = self._clock()
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + WATCH_S
+        fault = self._fault(PER_THREAD)
+        self.end_after(fault)
+        if mps.is_fault(fault):
+            self._until_s = min(self._until_s, now_s + GRACE_S)
+            if now_s >= self._until_s:
+                self._give_up(fault)
 
     def end_after(self, fault: str) -> None:
         """End the server if the fault is an assertion."""
@@ -231,11 +254,11 @@ class OtherClients:
         end(self._pipes)
 
 
-def _end_others(others: OtherClients | None) -> str:
-    """Return the fault that ended the device's context, "": none; see `OtherClients`."""
+def _end_others(client: MpsClient | None) -> str:
+    """Return the fault that ended the device's context, "": none; see `MpsClient`."""
     fault = context_fault()
-    if others is not None:
-        others.end_after(fault)
+    if client is not None:
+        client.end_after(fault)
     return fault
 
 

@@ -32,7 +32,7 @@ from prefect_gpu.measurements import (
     StepFacts,
     largest,
 )
-from prefect_gpu.process_resources import PROCESS_RESOURCES
+from prefect_gpu.process_resources import PROCESS_RESOURCES, read_own_bytes
 from prefect_gpu.processes.messages import CountersRead, ReleasedUnused
 
 T = TypeVar("T")
@@ -421,6 +421,12 @@ JITTER = 0.6
 END_S = 30.0
 
 
+#: Counters, used frameworks, steps, marks, largest resident set in bytes, metrics.
+Last = tuple[
+    Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...], int, dict[str, float]
+]
+
+
 class LiveSampler:
     """Thread that samples memory, sends counters every `interval_s` seconds, and serves requests of the parent."""
 
@@ -455,12 +461,12 @@ class LiveSampler:
             self._thread.join(END_S)
         self._recorder.stop()
 
-    def last(
-        self,
-    ) -> tuple[Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...]]:
-        """Return the current counters, the used frameworks, the facts about steps, and the marks not yet sent."""
-        counters = self._recorder.counters()
-        return counters, hooks.frameworks_in_use(), *self._recorder.take()
+    def last(self) -> Last:
+        """Return the last readings, in the order of the fields of `BodyEnded`; steps and marks since the last message."""
+        counters, used = self._recorder.counters(), hooks.frameworks_in_use()
+        # On Linux `ru_maxrss` begins with the parent's memory before the exec.
+        peak_bytes = read_own_bytes("VmHWM")
+        return counters, used, *self._recorder.take(), peak_bytes, self._recorder.metrics
 
     def _run(self) -> None:
         try:

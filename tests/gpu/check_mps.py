@@ -121,6 +121,8 @@ def fault(kind: str, marker: str) -> str:
     """Do harm a second after the others have begun: the first time only, if it is of a kind that runs again."""
     import torch
 
+    # Where it hangs, if it does.
+    faulthandler.dump_traceback_later(17)
     x = torch.ones(8, device="cuda")
     time.sleep(1)
     if kind == "kill -9 of a client":
@@ -138,6 +140,7 @@ def fault(kind: str, marker: str) -> str:
         cupy.RawKernel(text, "put")((1,), (1,), (cupy.uint64(16),))
         cupy.cuda.runtime.deviceSynchronize()
     time.sleep(1)
+    faulthandler.cancel_dump_traceback_later()
     return str(float(x.sum()))
 
 

@@ -46,7 +46,8 @@ int cuCtxPushCurrent_v2(void *context) { pushed++; return 0; }
 int cuCtxPopCurrent_v2(void **context) { pushed--; return 0; }
 int cuStreamQuery(void *stream) { return pushed ? answer : 201; }
 int cuGetErrorName(int code, const char **name) {
-  *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_ASSERT"; return 0; }
+  *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_ASSERT";
+  return 0; }
 #ifdef WITH_IDS
 int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long long *)context; return 0; }
 #endif
@@ -133,6 +134,14 @@ def _go_on(library: str, server: int) -> bool:
     return time.monotonic() < deadline
 
 
+def _hang(library: str) -> None:
+    """Wait in the driver after the end of the MPS server."""
+    driver = ctypes.CDLL(library)
+    driver.create(0)
+    driver.break_with(719)
+    time.sleep(DEADLOCK_S)
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A stand-in for the server of a daemon that a flow has started, and for the control program, which names it."""
@@ -213,6 +222,16 @@ def test_the_server_is_ended_while_a_body_goes_on_after_its_assertion(
     library = os.fspath(_compile(tmp_path))
     child = rig.start(_go_on, library, server.pid, environment=environment)
     assert child.value() is True
+    child.exit()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def test_a_client_that_hangs_after_a_fault_is_ended(rig: Rig, tmp_path: Path) -> None:
+    environment = mps.client_environment(os.fspath(tmp_path / "pipe"), None, None)
+    child = rig.start(_hang, os.fspath(_compile(tmp_path)), environment=environment)
+    with pytest.raises(RuntimeError, match="LAUNCH_FAILED") as caught:
+        child.value()
+    assert mps.is_fault(str(caught.value))
     child.exit()
 
 

@@ -102,7 +102,7 @@ def test_without_counters_marks_wait_for_the_end() -> None:
     until(rig.source, lambda: rig.source.readings, 3)
     rig.sampler.stop()
     assert rig.channel.sent == []
-    found, _, steps, marks = rig.sampler.last()
+    found, _, steps, marks, *_ = rig.sampler.last()
     assert (found, steps, [m.name for m in marks]) == (None, None, ["a"])
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
@@ -46,11 +46,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HeldBy:
-    """A task's budget and used memory on one device."""
+    """A task's budget, used memory and computing on one device."""
 
     index: int
     budget_bytes: int
     used_bytes: int
+    #: Fraction of the time in which the task's kernels ran; `None`: not known (no such counter, or a client of MPS).
+    busy_fraction: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class TaskStatus:
     #: `first run`: the need is unknown, and the budget is the most that the task may take. `whole device`: the task got
     #: all free memory of its devices. Empty: the budget is known.
     mark: str = ""
+    #: How the task shares its devices with others: `time` (by turns) or `mps` (at the same time).
+    sharing: Literal["time", "mps"] = "time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +217,7 @@ def _measure(
 
 def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, int]]) -> TaskStatus:
     entry = found.entries[request_id]
-    index_of = {snapshot.device.key: snapshot.device.index for snapshot in found.snapshots}
+    snapshots = {snapshot.device.key: snapshot for snapshot in found.snapshots}
     placed_s = found.placed_s.get(request_id)
     flow_pid, user = found.flow(entry)
     mark = "whole device" if entry.request.memory is None else ""
@@ -228,16 +232,30 @@ def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, i
         task_run_id=entry.request.task_run_id,
         state=state,
         devices=tuple(
-            HeldBy(index_of[key], each.reserved_bytes, held[key].get(request_id, 0))
+            HeldBy(
+                snapshots[key].device.index,
+                each.reserved_bytes,
+                held[key].get(request_id, 0),
+                _busy(found, entry, snapshots[key]),
+            )
             for each in entry.reservations
-            if (key := each.device_key) in index_of
+            if (key := each.device_key) in snapshots
         ),
         seconds=None if placed_s is None else found.now_s - placed_s,
         pid=entry.pid if entry.namespace == found.namespace else None,
         flow_pid=flow_pid,
         user=user,
         mark=mark,
+        sharing="mps" if entry.request.client else "time",
     )
+
+
+def _busy(found: Found, entry: Entry, snapshot: DeviceSnapshot) -> float | None:
+    here = entry.namespace == found.namespace
+    # NVML shows the computing of clients as that of the server.
+    if snapshot.work is None or entry.pid is None or entry.request.client or not here:
+        return None
+    return snapshot.work.busy.get(entry.pid, 0.0)
 
 
 def _waiting(
@@ -327,7 +345,18 @@ def status_lines(status: Status) -> list[str]:
     lines = table_lines([DEVICE_HEADS, *map(device_row, status.devices)])
     lines += ["", f"{_number(status.tasks, 'task')} on devices"]
     if status.tasks:
-        heads: Row = ("task", "state", "device", "budget", "used", "for", "pid", "flow", "user")
+        heads: Row = (
+            "task",
+            "state",
+            "device",
+            "budget",
+            "used",
+            "busy",
+            "for",
+            "pid",
+            "flow",
+            "user",
+        )
         lines += table_lines([heads, *(row for task in status.tasks for row in _task_rows(task))])
     lines += ["", f"{_number(status.waiting, 'task')} waiting"]
     if status.waiting:
@@ -352,14 +381,14 @@ def _number(items: Sequence[Any], *word: str) -> str:
 
 def _task_rows(task: TaskStatus) -> list[Row]:
     """Return a row for each device of a task. Values of the whole task are in the first row only."""
-    state = f"{task.state}, {task.mark}" if task.mark else task.state
+    state = ", ".join(filter(None, (task.state, task.mark, "MPS" * (task.sharing == "mps"))))
     first: Row = (task.task_run or task.task, state)
     pids = (_text(task.pid), _text(task.flow_pid))
     last: Row = (_text(task.seconds, format_seconds), *pids, task.user)
     rows: list[Row] = []
     for held in task.devices:
         sizes = (str(held.index), format_bytes(held.budget_bytes), format_bytes(held.used_bytes))
-        rows.append((*first, *sizes, *last))
+        rows.append((*first, *sizes, _percent(held.busy_fraction), *last))
         first, last = ("", ""), ("", "", "", "")
     return rows
 
@@ -370,6 +399,10 @@ def _waiting_row(waiting: WaitingStatus, place: int) -> Row:
         reason = f"priority {waiting.priority}: {reason}"
     task = (str(place), waiting.task_run or waiting.task, format_seconds(waiting.seconds))
     return (*task, _text(waiting.flow_pid), waiting.user, reason)
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}"
 
 
 def _text(value: T | None, as_text: Callable[[T], str] = str) -> str:

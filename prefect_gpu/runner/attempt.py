@@ -209,6 +209,7 @@ class Attempt:
 
     def _place(self) -> Placement:
         policy = self._policy
+        self._pipes = self._find_daemon()
         request = Request(
             id="",
             task_name=self._plan.task_name,
@@ -231,6 +232,7 @@ class Attempt:
             flow_run_id=str(self._run.task_run.flow_run_id or ""),
             probe_fraction=self._grant.probe_fraction,
             preemptible=policy.preemptible and self._can_be_suspended(),
+            client=bool(self._pipes),
         )
         self._ticket = ticket = self._broker.submit(
             request, self._grant.histories, self._grant.as_of
@@ -260,11 +262,8 @@ class Attempt:
         self._allocation = "growth" if self.whole_device else "limit"
         if "allocation" in policy.stated or not policy.caching:
             self._allocation = policy.allocation
-        self._pipes = self._mps_pipes()
-        # The driver does not suspend clients, and a limit of memory for several devices was not tried.
-        alone_by_tag = policy.exclusive or policy.preemptible or policy.count > 1
-        if self._pipes is not None and (alone_by_tag or self._grant.outside_mps):
-            self._pipes = ""
+        # The daemon may have been killed while the request waited.
+        self._pipes = self._find_daemon()
         self._record.is_client = bool(self._pipes)
         memory = self._broker.reader.process_memory(
             tuple(device.uuid for device in placement.devices),
@@ -377,6 +376,14 @@ class Attempt:
             placement=placement,
             request=ticket.request,
         )
+
+    def _find_daemon(self) -> str | None:
+        """Return the value of `_pipes`; starts the daemon if it does not run."""
+        policy, pipes = self._policy, self._mps_pipes()
+        # The driver does not suspend clients, and a limit of memory for several devices was not tried.
+        alone_by_tag = policy.exclusive or policy.preemptible or policy.count > 1
+        outside = pipes is not None and (alone_by_tag or self._grant.outside_mps)
+        return "" if outside else pipes
 
     def _mps_environment(self, placement: Placement) -> dict[str, str | None]:
         if self._pipes is None:

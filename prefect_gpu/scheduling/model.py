@@ -217,6 +217,8 @@ class Request:
     ancestors: tuple[str, ...] = ()
     #: Whether the task keeps a GPU busy by itself, from past runs: see `placement.crowds`.
     fills: bool = False
+    #: Whether the process will be a client of MPS (`processes.mps`).
+    client: bool = False
 
     def need_bytes(self, device: Device) -> int | None:
         """Return the bytes of `device` that the request asks for; `None`: all free memory."""

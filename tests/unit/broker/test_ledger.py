@@ -463,7 +463,7 @@ def test_the_locks_of_processes_that_wrote_nothing_are_removed(tmp_path: Path) -
 ROW_2 = (
     '{"request":{"id":"a","task_name":"train","sequence":7,"submitted_s":1.5,"memory":6442450944,"count":1,'
     '"devices":["SIM-0"],"exclusive":true,"priority":5,"host_bytes":3,"expected_s":60.0,"origin":"","nodes":[],'
-    '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[],"fills":false},"owner":"0123","node":"node-1","broker":1,"phase":"away","wish":{"by":"request","request_id":"b","shared":false},"reservations":[{"request_id":"a","machine":"node","device_uuid":'
+    '"standby":"","task_run_id":"5f","task_run_name":"train-1","flow_run_id":"6e","probe_fraction":0.0,"confirms_probe":false,"preemptible":true,"returns":false,"returns_first":false,"ancestors":[],"fills":false,"client":false},"owner":"0123","node":"node-1","broker":1,"phase":"away","wish":{"by":"request","request_id":"b","shared":false},"reservations":[{"request_id":"a","machine":"node","device_uuid":'
     '"SIM-0","reserved_bytes":6442450944,"exclusive":true,"task_name":"train","ends_s":90.0,"probe":null,"loans":[],"fills":false}],'
     '"devices":[["node","SIM-0"]],"status":[2,1.0,[["node","SIM-0"]],3.0,4.0],"max_processes":8,"pid":42,'
     '"namespace":"pid:[1]","held_bytes":[1024],"waits":false,"running":true,'

@@ -22,6 +22,7 @@ from prefect_gpu.devices.spec import DeviceSpec, parse_spec
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceSnapshot,
+    DeviceWork,
     Probe,
     ProcessUse,
     Request,
@@ -98,6 +99,28 @@ def test_a_task_shows_what_it_may_take_and_what_it_has_on_each_of_its_devices() 
     free_gib = [(device.free_bytes or 0) / GIB for device in status.devices]
     assert free_gib == [79.75, 69.75]
     assert status.others == ()
+
+
+def test_a_task_shows_how_much_it_computes() -> None:
+    (by_mps, entry_of_client) = entry("client", 20, 2, (0,), pid=60, running=True)
+    client = replace(entry_of_client, request=replace(entry_of_client.request, client=True))
+    status = look(
+        entry("busy", 20, 1, (0, 1), pid=50, running=True),
+        (by_mps, client),
+        entry("early", 10, 3, (1,)),
+        snapshots=[
+            snapshot(0, 60, work=DeviceWork({50: 0.25, None: 0.5}), busy_fraction=0.75),
+            snapshot(1, 60, work=DeviceWork()),
+        ],
+    )
+    found = {t.task: ([held.busy_fraction for held in t.devices], t.sharing) for t in status.tasks}
+    assert found == {
+        "busy": ([0.25, 0.0], "time"),
+        "client": ([None], "mps"),
+        "early": ([None], "time"),
+    }
+    text = "\n".join(status_lines(status))
+    assert "runs, MPS" in text and "25%" in text
 
 
 def test_first_runs_and_tasks_with_a_whole_device_are_told_from_those_with_a_budget() -> None:

@@ -519,6 +519,14 @@ def test_which_processes_are_clients_of_mps(
     is_client = found == pipes and found is not None
     assert environment.get(mps.MEMORY) == ("0=6144M" if is_client else None)
     assert scene.report.sharing == ("mps" if is_client else None)
+    assert scene.broker.ticket.request.client is is_client
+
+
+@pytest.mark.parametrize("pipes", [None, "/mps"])
+def test_clients_do_not_keep_a_device_to_themselves(pipes: str | None) -> None:
+    scene = Scene(*ended(7), ChildExited(0, ""), pipes=pipes, grant={"fills": True})
+    assert scene.go() == 7
+    assert scene.broker.ticket.request.fills is (pipes is None)
 
 
 def test_a_fault_of_a_client_names_the_tasks_beside_it() -> None:

@@ -227,8 +227,8 @@ class MpsClient:
         #: `end` until one of two threads has taken it: to take from a list is atomic.
         self._ends = [end]
         self._due_s = float("-inf")
-        #: When the body is given up.
-        self._until_s = float("inf")
+        #: Seconds of the clock at the first fault, and whether the body is over.
+        self._fault_s, self._over = float("inf"), False
 
     def look(self) -> None:
         """Look at the context, at most every `WATCH_S` seconds: a body may notice its fault late, or never."""
@@ -237,13 +237,18 @@ class MpsClient:
             return
         self._due_s = now_s + WATCH_S
         fault = self._fault(PER_THREAD)
-        self.end_after(fault)
+        self._end_after(fault)
         if mps.is_fault(fault):
-            self._until_s = min(self._until_s, now_s + GRACE_S)
-            if now_s >= self._until_s:
+            self._fault_s = min(self._fault_s, now_s)
+            if now_s >= self._fault_s + GRACE_S and not self._over:
                 self._give_up(fault)
 
-    def end_after(self, fault: str) -> None:
+    def finish(self, fault: str) -> None:
+        """The body is over, with this fault of its context: its rollbacks may take longer than `GRACE_S`."""
+        self._over = True
+        self._end_after(fault)
+
+    def _end_after(self, fault: str) -> None:
         """End the server if the fault is an assertion."""
         if fault != mps.ASSERTION:
             return
@@ -258,7 +263,7 @@ def _end_others(client: MpsClient | None) -> str:
     """Return the fault that ended the device's context, "": none; see `MpsClient`."""
     fault = context_fault()
     if client is not None:
-        client.end_after(fault)
+        client.finish(fault)
     return fault
 
 

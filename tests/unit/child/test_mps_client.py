@@ -38,7 +38,7 @@ def test_the_server_is_ended_once_after_an_assertion() -> None:
     for rig.fault in (ASSERTION, ASSERTION):
         rig.client.look()
         rig.now_s += 2 * WATCH_S
-    rig.client.end_after(ASSERTION)
+    rig.client.finish(ASSERTION)
     assert rig.ended == ["/run/mps/pipe"]
 
 
@@ -53,7 +53,7 @@ def test_the_context_is_looked_at_now_and_then() -> None:
 @pytest.mark.parametrize(("fault", "ends"), [(ASSERTION, 1), ("", 0), ("CUDA_ERROR_UNKNOWN", 0)])
 def test_a_body_that_has_ended_with_a_fault(fault: str, ends: int) -> None:
     rig = Rig()
-    rig.client.end_after(fault)
+    rig.client.finish(fault)
     assert len(rig.ended) == ends
 
 
@@ -77,3 +77,13 @@ def test_a_body_that_does_not_end_after_a_fault(fault: str, given_up: bool) -> N
     rig.now_s += 2 * WATCH_S
     rig.client.look()
     assert rig.given_up == [fault] * given_up
+
+
+def test_a_body_that_is_over_is_not_given_up() -> None:
+    rig = Rig()
+    rig.fault = "CUDA_ERROR_ILLEGAL_ADDRESS"
+    rig.client.look()
+    rig.client.finish(rig.fault)
+    rig.now_s += 2 * GRACE_S
+    rig.client.look()
+    assert not rig.given_up

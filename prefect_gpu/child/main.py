@@ -201,10 +201,15 @@ def _run(
 
 def _give_up(channel: Channel, sampler: LiveSampler, fault: str) -> None:
     """End this process, whose body may hang in the driver, with an error that names the fault."""
-    text = f"{FAILED}: {fault}. It had not ended after {GRACE_S:g} s, so its process was ended."
-    ended = BodyEnded(True, None, text, *sampler.last())
-    channel.send_with_value(ended, values.dump_exception(RuntimeError(text), ()))
-    os._exit(1)
+    text = (
+        f"{FAILED}: {fault}. The body had not ended {GRACE_S:g} s later, so the process was ended."
+    )
+    try:
+        ended = BodyEnded(True, None, text, *sampler.last())
+        channel.send_with_value(ended, values.dump_exception(RuntimeError(text)))
+    finally:
+        # Also if the body has closed the channel: the process would hang for good.
+        os._exit(1)
 
 
 class MpsClient:

@@ -422,7 +422,7 @@ END_S = 30.0
 
 
 #: Counters, used frameworks, steps, marks, largest resident set in bytes, metrics.
-Last = tuple[
+LastReadings = tuple[
     Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...], int, dict[str, float]
 ]
 
@@ -461,7 +461,7 @@ class LiveSampler:
             self._thread.join(END_S)
         self._recorder.stop()
 
-    def last(self) -> Last:
+    def last(self) -> LastReadings:
         """Return the last readings, in the order of the fields of `BodyEnded`; steps and marks since the last message."""
         counters, used = self._recorder.counters(), hooks.frameworks_in_use()
         # On Linux `ru_maxrss` begins with the parent's memory before the exec.

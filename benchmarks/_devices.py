@@ -90,6 +90,17 @@ def used_bytes() -> int:
     return sum(used_by_device())
 
 
+def energy_j() -> float:
+    """Return the energy of all GPUs since their driver was loaded, in joules; 0 where they do not tell it."""
+    import pynvml
+
+    try:
+        found = [pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles()]
+    except pynvml.NVMLError:
+        return 0.0
+    return sum(found) / 1000
+
+
 def settled_difference_bytes(before: int, patience_s: float = 5.0) -> int:
     """Wait until as much is used on all GPUs as before; give what differs then, 0 within tolerance."""
     deadline = time.monotonic() + patience_s

@@ -115,6 +115,7 @@ def measure(
     @flow(name=f"collocation-{scheme}", task_runner=runner)
     def train_all() -> None:
         seen["flow_run_id"] = str(flow_run.id)
+        energy_j = _devices.energy_j() if on_gpu else 0.0
         seen["began"] = began = time.time()
         futures = [(job, submit(job)) for job in jobs]
         seen["results"] = results = []
@@ -123,6 +124,7 @@ def measure(
             if len(results) % 10 == 0:
                 _common.say(f"{scheme}: {len(results)} of {len(jobs)} have ended")
         seen["makespan_s"] = time.time() - began
+        seen["energy_j"] = _devices.energy_j() - energy_j if on_gpu else 0.0
 
     used_before = _devices.used_by_device()
     if on_gpu:
@@ -144,6 +146,7 @@ def measure(
     record = {
         "kind": "row",
         "makespan_s": seen["makespan_s"],
+        "energy_j": seen["energy_j"],
         "failed": failed,
         # A task that ran out of memory and then ended well is in the reports alone.
         "out_of_memory": max(out_of_memory, summary["out_of_memory"]),
@@ -287,6 +290,7 @@ def compare(exclusive: dict[str, Any], ours: dict[str, Any]) -> list[_bound.Chec
                 f"{held_s / row['makespan_s'] / found['used_devices']:.2f}",
                 _common.spread(slower, 2),
                 f"{row['busy_fraction']:.0%}" if found["on_gpu"] else "no GPU",
+                f"{row['energy_j'] / 1000:.1f}" if found["on_gpu"] else "no GPU",
                 f"{row['used_peak_bytes'] / 1e9:.1f}" if found["on_gpu"] else "no GPU",
                 str(row["out_of_memory"]),
                 str(row["failed"]),
@@ -309,6 +313,7 @@ def compare(exclusive: dict[str, Any], ours: dict[str, Any]) -> list[_bound.Chec
             "tasks a GPU",
             "times as long as alone",
             "GPUs busy",
+            "kJ",
             "most used of one, GB",
             "out of memory",
             "failed",

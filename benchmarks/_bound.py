@@ -182,10 +182,11 @@ def longest_first(costs: Iterable[Cost]) -> list[Cost]:
     return sorted(costs, key=lambda c: (-c.duration_s, c.name))
 
 
-def budget_bytes(peak_bytes: int) -> int:
-    """Return the budget for a measured peak: 1 % and 256 MiB above it.
+def budget_bytes(peak_bytes: int, devices: int = 1) -> int:
+    """Return the budget for a measured peak: 1 % and 256 MiB above it, on several devices 900 MiB more.
 
     What is allowed to its framework is the budget less a context measured elsewhere, which may be
-    larger than the task's own by some 150 MiB (H200: 520 to 676 MiB by what PyTorch loads).
+    larger than the task's own by some 150 MiB (H200: 520 to 676 MiB by what PyTorch loads). On several
+    devices the runner leaves 900 MiB of it to NCCL (`prefect_gpu.frameworks.context`).
     """
-    return int(peak_bytes * 1.01) + 256 * 2**20
+    return int(peak_bytes * 1.01) + (256 + (900 if devices > 1 else 0)) * 2**20

@@ -12,8 +12,8 @@ runner's `headroom`. All are submitted at once, in the same order.
 
 Both schemes run under `GPUTaskRunner`, so that only the sharing of devices differs: `gpu:exclusive` (a task
 on two GPUs has both), or budgets from tags. The exclusive scheme settles how many steps each training
-does and measures its peak; the other does the same steps, with budgets of that peak, 1 % and 256 MiB. The
-trainings (`_trainings.py`) prepare their data on the CPU; for how much of the time they keep a GPU busy
+does and measures its peak; the other does the same steps, with budgets of that peak, 1 % and 256 MiB, and
+900 MiB on each of two GPUs, which the runner leaves to NCCL. The trainings (`_trainings.py`) prepare their data on the CPU; for how much of the time they keep a GPU busy
 is printed, and bounds what sharing can win. Before it is timed, a scheme runs one small task, as a
 machine that is in use has done.
 """
@@ -108,7 +108,7 @@ def measure(
         else:
             known = work[job.name]
             arguments["steps"] = known["steps"]
-            needs = _bound.budget_bytes(known["peak_bytes"] or job.size_bytes)
+            needs = _bound.budget_bytes(known["peak_bytes"] or job.size_bytes, job.devices)
             tags["memory"] = f"{-(-needs // MIB)}MiB"
         return body.with_options(tags=gpu(**tags)).submit(**arguments)
 

@@ -6,6 +6,8 @@ import _bound
 import pytest
 from _bound import Cost
 
+from prefect_gpu.frameworks.context import COLLECTIVES_BYTES
+
 
 def task(name: str = "a", duration_s: float = 1.0, memory_bytes: int = 0, **more: object) -> Cost:
     return Cost(name, duration_s, memory_bytes, **{"busy_s": 0.0, "cpu_s": 0.0, **more})  # type: ignore[arg-type]
@@ -83,6 +85,10 @@ def test_check_prints_its_verdict_first(measured: float, at_least: bool, verdict
 def test_a_budget_leaves_room_for_a_context_that_is_larger() -> None:
     # 676 MiB were measured where a task's own was 520.
     assert _bound.budget_bytes(2**30) - 2**30 > (676 - 520) * 2**20
+
+
+def test_a_budget_of_several_devices_leaves_room_for_nccl() -> None:
+    assert _bound.budget_bytes(2**30, 2) - _bound.budget_bytes(2**30) == COLLECTIVES_BYTES
 
 
 def test_the_account_of_a_row_adds_up_to_its_makespan() -> None:

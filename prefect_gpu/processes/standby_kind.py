@@ -42,7 +42,7 @@ from prefect_gpu.processes.standby_plan import KindDemand
 logger = logging.getLogger(__name__)
 
 #: Frameworks whose forks, after their import alone, were shown to work on devices and without (docs/start.md).
-FORKED = frozenset({"torch", "cupy"})
+FORKED = frozenset({"torch", "cupy", "jax"})
 
 #: Seconds without a task of its kind after which a source ends.
 IDLE_S = 300.0

@@ -29,7 +29,7 @@ from tests.gpu._checks import run, say
 AT_ONCE = 20
 
 #: Body, framework, modules, rounds for which it is too slow otherwise.
-KINDS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...], int]] = {
+KINDS: dict[str, tuple[Callable[[], Any], str | tuple[str, ...], tuple[str, ...], int]] = {
     "torch": (fork_bodies.train_torch, "torch", ("torch",), 10),
     "torch-libraries": (
         fork_bodies.use_torch_libraries,
@@ -39,6 +39,12 @@ KINDS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...], int]] = {
     ),
     "torch-compile": (fork_bodies.compile_torch, "torch", ("torch",), 1),
     "jax": (fork_bodies.train_jax, "jax", ("jax", "flax", "optax"), 10),
+    "torch-jax": (
+        fork_bodies.train_torch_and_jax,
+        ("torch:50%", "jax:50%"),
+        ("torch", "jax", "flax", "optax"),
+        2,
+    ),
     "cupy": (fork_bodies.use_cupy, "cupy", ("cupy",), 10),
     "numba-sklearn": (fork_bodies.use_numba_and_sklearn, "none", ("numba", "sklearn"), 10),
 }
@@ -55,7 +61,7 @@ def with_parent(body: Callable[[], Any]) -> Callable[[], Any]:
 def check(options: argparse.Namespace) -> list[str]:
     standby_kind.FORKED = frozenset({"torch", "jax", "cupy", "onnxruntime"})
     problems: list[str] = []
-    memory = "2GiB" if options.devices == "nvml" else "256MiB"
+    memory = "3GiB" if options.devices == "nvml" else "256MiB"
     for name in options.only or KINDS:
         body, framework, modules, most = KINDS[name]
         missing = [module for module in modules if importlib.util.find_spec(module) is None]

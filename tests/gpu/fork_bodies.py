@@ -111,6 +111,11 @@ def train_jax() -> tuple[float, int, bool]:
     return round(float(loss), 3), use_system(), ran_out
 
 
+def train_torch_and_jax() -> tuple[float, float]:
+    """Train with both frameworks on the device."""
+    return train_jax()[0], train_torch()[0]
+
+
 def use_cupy() -> float:
     """Multiply, solve and transform on the device."""
     import cupy

@@ -339,8 +339,12 @@ def main() -> None:
                 url,
                 max(10.0, left_s()),
                 lambda found, repeat=repeat: results.add({"repeat": repeat, **found}),
-                # Else TensorFlow takes the whole device, in all rows but ours.
-                {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_CPP_MIN_LOG_LEVEL": "3"},
+                # Else TensorFlow and JAX take most of the device, in all rows but ours.
+                {
+                    "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+                    "TF_CPP_MIN_LOG_LEVEL": "3",
+                    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                },
             )
             took_s[key] = time.monotonic() - began
             if problem:

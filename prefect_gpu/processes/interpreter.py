@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
-from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.frameworks import process_settings
 
 BOOTSTRAP = Path(__file__).parents[1] / "child" / "bootstrap.py"
 
@@ -161,16 +161,13 @@ class InterpreterState:
     ignores_interrupt: bool = False
     #: Numbers of blocked signals. Processes of a cluster block SIGINT.
     blocked_signals: frozenset[int] = frozenset()
-    #: PyTorch's strategy to share tensors with processes, as a `DataLoader` does; `None`: PyTorch is not imported.
-    tensor_sharing: str | None = None
+    #: Settings of libraries.
+    settings: process_settings.ProcessSettings = field(default_factory=dict)
 
     @classmethod
     def read(cls) -> InterpreterState:
         """Return the state of this interpreter."""
         process = multiprocessing.current_process()
-        # Another thread may be importing the module.
-        torch: Any = sys.modules.get("torch.multiprocessing")
-        torch = torch if hasattr(torch, "get_sharing_strategy") else None
         return cls(
             authkey=bytes(process.authkey),
             process_name=process.name,
@@ -181,7 +178,7 @@ class InterpreterState:
             disabled_level=logging.root.manager.disable,
             ignores_interrupt=signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
             blocked_signals=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
-            tensor_sharing=None if torch is None else torch.get_sharing_strategy(),
+            settings=process_settings.read(),
         )
 
     def apply(self) -> None:
@@ -197,16 +194,11 @@ class InterpreterState:
             # Python on another node may lack a limit, and the recursion limit may be below this call's depth.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
-        if self.tensor_sharing is not None:
-            AfterImport({"torch.multiprocessing": self._share_tensors}).install()
-
-    def _share_tensors(self) -> None:
-        # PyTorch on another node may lack the strategy.
-        with contextlib.suppress(AssertionError):
-            sys.modules["torch.multiprocessing"].set_sharing_strategy(self.tensor_sharing)
+        process_settings.apply(self.settings)
 
     def apply_before_body(self) -> None:
         """Set the state that imports could change, once the body's modules are imported."""
+        process_settings.apply_again(self.settings)
         logging.disable(self.disabled_level)
         for logger in self.loggers:
             logger.apply()

@@ -126,7 +126,8 @@ def test_a_flow_that_ignores_ctrl_c_has_tasks_that_do(start: Start) -> None:
 
 def test_tensors_are_shared_as_the_flow_has_chosen(start: Start) -> None:
     pytest.importorskip("torch")
-    flow = replace(InterpreterState.read(), tensor_sharing="file_system")
+    settings = {"torch.multiprocessing": {"sharing strategy": "file_system"}}
+    flow = replace(InterpreterState.read(), settings=settings)
     assert start(flow, bodies.sharing_of_tensors).value() == "file_system"
 
 

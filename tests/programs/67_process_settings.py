@@ -25,6 +25,8 @@ sys.setrecursionlimit(4321)
 warnings.filterwarnings("error", message="project")
 np.seterr(all="raise")
 torch.set_default_dtype(torch.float64)
+torch.set_float32_matmul_precision("high")
+torch.use_deterministic_algorithms(True)
 decimal.getcontext().prec = 7
 decimal.DefaultContext.prec = 7
 socket.setdefaulttimeout(7)
@@ -41,14 +43,16 @@ def arrives():
         "sys.argv": os.path.basename(sys.argv[0]),
         "recursion limit": sys.getrecursionlimit(),
         "warnings filter": any(each[0] == "error" and each[1] for each in warnings.filters),
+        "numpy errors": np.geterr()["divide"] == "raise",
+        "default dtype": torch.get_default_dtype() is torch.float64,
+        "precision of products": torch.get_float32_matmul_precision() == "high",
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
 
 
 @task(tags=TAGS)
 def stays_away():
     return {
-        "numpy errors": np.geterr()["divide"] == "raise",
-        "default dtype": torch.get_default_dtype() is torch.float64,
         "decimal precision": decimal.DefaultContext.prec == 7,
         "socket timeout": socket.getdefaulttimeout() == 7,
         "virtual subclass": isinstance(Row(), collections.abc.Sequence),
@@ -57,9 +61,9 @@ def stays_away():
 
 @task(tags=TAGS)
 def set_in_the_task():
-    torch.set_default_dtype(torch.float64)
-    with np.errstate(divide="raise"):
-        return torch.ones(1).dtype is torch.float64, np.geterr()["divide"]
+    torch.set_default_dtype(torch.float16)
+    with np.errstate(divide="ignore"):
+        return torch.ones(1).dtype is torch.float16, np.geterr()["divide"]
 
 
 if __name__ == "__main__":
@@ -68,5 +72,5 @@ if __name__ == "__main__":
     check(
         (arrives, (), here),
         (stays_away, (), {name: MODE != "gpu" for name in stays_away.fn()}),
-        (set_in_the_task, (), (True, "raise")),
+        (set_in_the_task, (), (True, "ignore")),
     )

@@ -1,0 +1,143 @@
+"""Settings of libraries for the whole process, such as `torch.set_default_dtype`: a program makes them once, at its start.
+
+A child has the settings that the flow's process has when the child is started. Not those of one thread, which would not
+reach a task in a thread either: `torch.set_default_device`, `torch.set_grad_enabled`, Keras's dtype policy. Nor numbers of
+threads, which the policy sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from prefect_gpu.frameworks.adapter import imported
+from prefect_gpu.frameworks.hooks import AfterImport
+
+#: Values of settings, of built-in types, by name of the library's module and name of the setting.
+ProcessSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+class _Setting(NamedTuple):
+    #: Returns the value, given the library's module; may raise any error.
+    read: Callable[[Any], Any]
+    #: Sets the value, given the library's module; may raise any error.
+    write: Callable[[Any, Any], object]
+
+
+def _attribute(path: str) -> _Setting:
+    owner, _, name = path.rpartition(".")
+    find = operator.attrgetter(owner)
+    return _Setting(operator.attrgetter(path), lambda m, value: setattr(find(m), name, value))
+
+
+def _option(name: str) -> _Setting:
+    """Return an option of JAX's."""
+    return _Setting(
+        lambda m: getattr(m.config, name), lambda m, value: m.config.update(name, value)
+    )
+
+
+_TORCH_ATTRIBUTES = (
+    # The older names of a precision come first: they raise if a newer one was set.
+    "backends.cuda.matmul.allow_tf32",
+    "backends.cudnn.allow_tf32",
+    "backends.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.fp32_precision",
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.enabled",
+)
+
+_JAX_OPTIONS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_debug_nans",
+    "jax_debug_infs",
+    "jax_disable_jit",
+    "jax_log_compiles",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+_SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
+    "torch": {
+        "default dtype": _Setting(
+            lambda m: str(m.get_default_dtype()).removeprefix("torch."),
+            lambda m, name: m.set_default_dtype(getattr(m, name)),
+        ),
+        "float32 matmul precision": _Setting(
+            lambda m: m.get_float32_matmul_precision(),
+            lambda m, value: m.set_float32_matmul_precision(value),
+        ),
+        **{path: _attribute(path) for path in _TORCH_ATTRIBUTES},
+        "deterministic algorithms": _Setting(
+            lambda m: (
+                m.are_deterministic_algorithms_enabled(),
+                m.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda m, value: m.use_deterministic_algorithms(value[0], warn_only=value[1]),
+        ),
+        "detect anomaly": _Setting(
+            lambda m: m.is_anomaly_enabled(), lambda m, value: m.autograd.set_detect_anomaly(value)
+        ),
+    },
+    "torch.multiprocessing": {
+        "sharing strategy": _Setting(
+            lambda m: m.get_sharing_strategy(), lambda m, value: m.set_sharing_strategy(value)
+        )
+    },
+    "numpy": {"errors": _Setting(lambda m: m.geterr(), lambda m, value: m.seterr(**value))},
+    "jax": {name: _option(name) for name in _JAX_OPTIONS},
+    "keras": {
+        "floatx": _Setting(lambda m: m.config.floatx(), lambda m, value: m.config.set_floatx(value))
+    },
+}
+
+
+def read() -> ProcessSettings:
+    """Return the settings of this process, of the libraries that it has imported."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, settings in _SETTINGS.items():
+        module = imported(name)
+        for setting in settings if module is not None else ():
+            # Another version may lack a setting, and another thread may be importing the module.
+            with contextlib.suppress(Exception):
+                found.setdefault(name, {})[setting] = settings[setting].read(module)
+    return found
+
+
+def apply(wanted: ProcessSettings) -> None:
+    """Set each library's settings now if it is imported, else right after its import."""
+    AfterImport({name: functools.partial(_apply, name, wanted[name]) for name in wanted}).install()
+
+
+def apply_again(wanted: ProcessSettings) -> None:
+    """Set the settings of imported libraries, which modules may have changed at their import."""
+    for name in wanted:
+        if imported(name) is not None:
+            _apply(name, wanted[name])
+
+
+def _apply(name: str, wanted: Mapping[str, Any]) -> None:
+    module = sys.modules[name]
+    for setting, value in wanted.items():
+        # Another version, as on another node, may lack a setting or a value of it.
+        with contextlib.suppress(Exception):
+            read, write = _SETTINGS[name][setting]
+            # Only what differs: to set a value to what it is may warn, and may be refused.
+            if read(module) != value:
+                write(module, value)

@@ -102,6 +102,23 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
     },
     "numpy": {"errors": _Setting(lambda m: m.geterr(), lambda m, value: m.seterr(**value))},
     "jax": {name: _option(name) for name in _JAX_OPTIONS},
+    "tensorflow": {
+        "functions run eagerly": _Setting(
+            lambda m: m.config.functions_run_eagerly(),
+            lambda m, value: m.config.run_functions_eagerly(value),
+        ),
+        "TF32": _Setting(
+            lambda m: m.config.experimental.tensor_float_32_execution_enabled(),
+            lambda m, value: m.config.experimental.enable_tensor_float_32_execution(value),
+        ),
+    },
+    # No public function tells it, and none switches it off.
+    "tensorflow.python.framework.config": {
+        "deterministic operations": _Setting(
+            lambda m: m.is_op_determinism_enabled(),
+            lambda m, value: m.enable_op_determinism() if value else None,
+        )
+    },
     "keras": {
         "floatx": _Setting(lambda m: m.config.floatx(), lambda m, value: m.config.set_floatx(value))
     },

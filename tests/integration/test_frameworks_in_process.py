@@ -215,6 +215,21 @@ try:
 except FrameworkError as error:
     out["error of a cap"] = str(error)
 out["version"] = tf.__version__
+
+# Settings of the whole process, each other than its default.
+from prefect_gpu.frameworks import process_settings
+
+names = ["tensorflow", "tensorflow.python.framework.config", "keras"]
+out["settings"] = []
+wanted = {
+    "tensorflow": {"functions run eagerly": True, "TF32": False},
+    "tensorflow.python.framework.config": {"deterministic operations": True},
+    "keras": {"floatx": "float64"},
+}
+for _ in range(2):
+    out["settings"].append({name: process_settings.read()[name] for name in names})
+    process_settings.apply(wanted)
+out["wanted"] = wanted
 """
 
 
@@ -237,6 +252,13 @@ def test_tensorflow_on_the_host_with_growth(on_the_host):
     # The machine's memory, not a device's.
     assert found["oom"] == ["ResourceExhaustedError", False]
     assert "its runtime must not start before the task's body" in found["late"]
+
+
+@needs_tensorflow
+def test_settings_of_tensorflow_and_keras_are_taken_over(on_the_host):
+    before, after = on_the_host["settings"]
+    assert after == on_the_host["wanted"]
+    assert all(before[name][key] != after[name][key] for name in after for key in after[name])
 
 
 @needs_tensorflow

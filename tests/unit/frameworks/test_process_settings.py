@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -120,16 +120,6 @@ def test_options_of_jax_are_set_where_they_differ(monkeypatch: pytest.MonkeyPatc
     child.jax_enable_x64 = False
     process_settings.apply_again(wanted)
     assert child.jax_enable_x64 is True
-
-
-def test_the_default_float_of_keras_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = ["float32"]
-    config = SimpleNamespace(floatx=lambda: kept[-1], set_floatx=kept.append)
-    monkeypatch.setitem(sys.modules, "keras", _library("keras", config=config))
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    assert process_settings.read()["keras"] == {"floatx": "float32"}
-    process_settings.apply({"keras": {"floatx": "float16"}})
-    assert kept[-1] == "float16"
 
 
 def test_a_library_that_is_not_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

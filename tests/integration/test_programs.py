@@ -221,13 +221,13 @@ def test_a_program_is_right_in_processes_of_tasks(place: Workplace, name: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_program_is_right_with_standbys(place: Workplace, name: str) -> None:
-    check(place, name, "gpu", STANDBY="auto")
+    check(place, name, "gpu", START_METHOD="spawn", STANDBY="auto")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_is_right_in_forks(place: Workplace, name: str) -> None:
-    check(place, name, "gpu", START_METHOD="auto")
+def test_a_program_is_right_in_fresh_interpreters(place: Workplace, name: str) -> None:
+    check(place, name, "gpu", START_METHOD="spawn")
 
 
 @pytest.mark.slow

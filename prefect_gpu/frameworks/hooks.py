@@ -38,7 +38,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
         for name in list(self._pending):
             module = sys.modules.get(name)
-            if _is_lazy(module):
+            if is_lazy(module):
                 # A lazy module is imported when an attribute of it is first used.
                 self._hook(object.__getattribute__(module, "__spec__"))
             elif name in sys.modules:
@@ -154,10 +154,11 @@ def begin_trace(adapters: Iterable[FrameworkAdapter]) -> EndTrace | None:
 
 def _in_use(adapters: Iterable[FrameworkAdapter]) -> list[FrameworkAdapter]:
     loaded = sys.modules
-    return [a for a in adapters if a.name in loaded and not _is_lazy(loaded.get(a.name))]
+    return [a for a in adapters if a.name in loaded and not is_lazy(loaded.get(a.name))]
 
 
-def _is_lazy(module: ModuleType | None) -> bool:
+def is_lazy(module: ModuleType | None) -> bool:
+    """Return whether a module is imported only when an attribute of it is first used (`importlib.util.LazyLoader`)."""
     # `isinstance` reads an attribute of the module, which would import it.
     return type(module) is _LazyModule
 

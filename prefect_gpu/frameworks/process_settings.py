@@ -1,13 +1,15 @@
 """Settings of libraries for the whole process, such as `torch.set_default_dtype`: a program makes them once, at its start.
 
-A child has the settings that the flow's process has when the child is started. Not those of one thread, which would not
-reach a task in a thread either: `torch.set_default_device`, `torch.set_grad_enabled`, Keras's dtype policy. Nor numbers of
-threads, which the policy sets.
+A body finds the settings that the flow's process has when the child is started. Modules that are imported before the body
+find the libraries' defaults, as in a script that makes its settings after its imports. Not here: settings of one thread,
+which would not reach a task in a thread either (`torch.set_default_device`, `torch.set_grad_enabled`, Keras's dtype
+policy), and numbers of threads, which the policy sets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import operator
 import sys
@@ -15,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 from prefect_gpu.frameworks.adapter import imported
-from prefect_gpu.frameworks.hooks import AfterImport
+from prefect_gpu.frameworks.hooks import AfterImport, is_lazy
 
 #: Values of settings, of built-in types, by name of the library's module and name of the setting.
 ProcessSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -29,16 +31,35 @@ class _Setting(NamedTuple):
 
 
 def _attribute(path: str) -> _Setting:
-    owner, _, name = path.rpartition(".")
-    find = operator.attrgetter(owner)
-    return _Setting(operator.attrgetter(path), lambda m, value: setattr(find(m), name, value))
+    *owners, name = path.split(".")
+
+    def write(module: Any, value: Any) -> None:
+        setattr(functools.reduce(getattr, owners, module), name, value)
+
+    return _Setting(operator.attrgetter(path), write)
 
 
 def _option(name: str) -> _Setting:
-    """Return an option of JAX's."""
+    """Return an option of JAX's. Some values are of enums of JAX's; it accepts their text, too."""
+
+    def read(module: Any) -> Any:
+        value = getattr(module.config, name)
+        return value.value if isinstance(value, enum.Enum) else value
+
+    return _Setting(read, lambda m, value: m.config.update(name, value))
+
+
+def _attention(kind: str) -> _Setting:
+    """Return whether PyTorch may use a kind of `scaled_dot_product_attention`."""
     return _Setting(
-        lambda m: getattr(m.config, name), lambda m, value: m.config.update(name, value)
+        lambda m: getattr(m.backends.cuda, f"{kind}_sdp_enabled")(),
+        lambda m, value: getattr(m.backends.cuda, f"enable_{kind}_sdp")(value),
     )
+
+
+def _errors(numpy: Any) -> dict[str, str]:
+    # What is called, and what a log is written to, are objects of the flow's process.
+    return {name: how for name, how in numpy.geterr().items() if how not in ("call", "log")}
 
 
 _TORCH_ATTRIBUTES = (
@@ -46,6 +67,10 @@ _TORCH_ATTRIBUTES = (
     "backends.cuda.matmul.allow_tf32",
     "backends.cudnn.allow_tf32",
     "backends.fp32_precision",
+    "backends.mkldnn.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
     "backends.cuda.matmul.fp32_precision",
     "backends.cudnn.fp32_precision",
     "backends.cudnn.conv.fp32_precision",
@@ -57,10 +82,14 @@ _TORCH_ATTRIBUTES = (
     "backends.cudnn.enabled",
 )
 
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+
 _JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_random_seed_offset",
     "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",
@@ -89,18 +118,22 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
                 m.are_deterministic_algorithms_enabled(),
                 m.is_deterministic_algorithms_warn_only_enabled(),
             ),
-            lambda m, value: m.use_deterministic_algorithms(value[0], warn_only=value[1]),
+            # The public function imports 800 modules, for the setting of `torch._inductor` below.
+            lambda m, value: m._C._set_deterministic_algorithms(value[0], warn_only=value[1]),
         ),
         "detect anomaly": _Setting(
-            lambda m: m.is_anomaly_enabled(), lambda m, value: m.autograd.set_detect_anomaly(value)
+            lambda m: (m.is_anomaly_enabled(), m.is_anomaly_check_nan_enabled()),
+            lambda m, value: m.set_anomaly_enabled(*value),
         ),
+        **{f"{kind} attention": _attention(kind) for kind in _ATTENTION},
     },
+    "torch._inductor.config": {"deterministic": _attribute("deterministic")},
     "torch.multiprocessing": {
         "sharing strategy": _Setting(
             lambda m: m.get_sharing_strategy(), lambda m, value: m.set_sharing_strategy(value)
         )
     },
-    "numpy": {"errors": _Setting(lambda m: m.geterr(), lambda m, value: m.seterr(**value))},
+    "numpy": {"errors": _Setting(_errors, lambda m, value: m.seterr(**value))},
     "jax": {name: _option(name) for name in _JAX_OPTIONS},
     "tensorflow": {
         "functions run eagerly": _Setting(
@@ -130,7 +163,7 @@ def read() -> ProcessSettings:
     found: dict[str, dict[str, Any]] = {}
     for name, settings in _SETTINGS.items():
         module = imported(name)
-        for setting in settings if module is not None else ():
+        for setting in () if module is None or is_lazy(module) else settings:
             # Another version may lack a setting, and another thread may be importing the module.
             with contextlib.suppress(Exception):
                 found.setdefault(name, {})[setting] = settings[setting].read(module)
@@ -142,16 +175,10 @@ def apply(wanted: ProcessSettings) -> None:
     AfterImport({name: functools.partial(_apply, name, wanted[name]) for name in wanted}).install()
 
 
-def apply_again(wanted: ProcessSettings) -> None:
-    """Set the settings of imported libraries, which modules may have changed at their import."""
-    for name in wanted:
-        if imported(name) is not None:
-            _apply(name, wanted[name])
-
-
 def _apply(name: str, wanted: Mapping[str, Any]) -> None:
     module = sys.modules[name]
-    for setting, value in wanted.items():
+    # Twice, since a setting may change others.
+    for setting, value in (*wanted.items(), *wanted.items()):
         # Another version, as on another node, may lack a setting or a value of it.
         with contextlib.suppress(Exception):
             read, write = _SETTINGS[name][setting]

@@ -194,11 +194,10 @@ class InterpreterState:
             # Python on another node may lack a limit, and the recursion limit may be below this call's depth.
             with contextlib.suppress(AttributeError, RecursionError, ValueError):
                 getattr(sys, f"set{end}")(limit)
-        process_settings.apply(self.settings)
 
     def apply_before_body(self) -> None:
         """Set the state that imports could change, once the body's modules are imported."""
-        process_settings.apply_again(self.settings)
+        process_settings.apply(self.settings)
         logging.disable(self.disabled_level)
         for logger in self.loggers:
             logger.apply()

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import warnings
 
+import default_float
 import numpy as np
 import torch
 from checks import MODE, TAGS, check
@@ -45,6 +46,7 @@ def arrives():
         "warnings filter": any(each[0] == "error" and each[1] for each in warnings.filters),
         "numpy errors": np.geterr()["divide"] == "raise",
         "default dtype": torch.get_default_dtype() is torch.float64,
+        "default of an earlier import": default_float.ONE.dtype is torch.float32,
         "precision of products": torch.get_float32_matmul_precision() == "high",
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +24,7 @@ STATEMENTS = (
     "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     "torch.backends.cudnn.benchmark = True; torch.backends.cudnn.deterministic = True",
     "torch.use_deterministic_algorithms(True, warn_only=True); torch.autograd.set_detect_anomaly(True)",
+    "torch.autograd.set_detect_anomaly(True, check_nan=False); torch.backends.cuda.enable_flash_sdp(False)",
     "torch.multiprocessing.set_sharing_strategy('file_system')",
 )
 
@@ -43,7 +47,8 @@ def forked(code):
 
 for statement in json.loads(sys.argv[1]):
     flow = forked(statement)
-    print(json.dumps([statement, flow, forked(f"process_settings.apply({flow})")]))
+    code = f"process_settings.apply({flow})\\nfor name in {flow}: __import__(name)"
+    print(json.dumps([statement, flow, forked(code)]))
 """
 
 
@@ -69,6 +74,19 @@ def test_a_child_has_the_settings_of_the_flow(
     assert (flow != settings[""][0]) is bool(statement)
 
 
+def test_to_set_a_child_s_settings_imports_little(settings: dict[str, Any]) -> None:
+    wanted = settings[STATEMENTS[7]][0]
+    program = f"""
+import sys, torch.multiprocessing, numpy
+before = len(sys.modules)
+from prefect_gpu.frameworks import process_settings
+process_settings.apply({{n: v for n, v in {wanted}.items() if n != "torch._inductor.config"}})
+print(torch.are_deterministic_algorithms_enabled(), len(sys.modules) - before < 100)
+"""
+    assert "deterministic algorithms': (True, True)" in wanted
+    assert _printed(program) == "True True"
+
+
 def test_settings_wait_for_the_import_of_their_library(settings: dict[str, Any]) -> None:
     wanted = settings[STATEMENTS[1]][0]
     program = f"""
@@ -78,6 +96,11 @@ import numpy, torch.multiprocessing
 print(process_settings.read())
 """
     assert _printed(program) == wanted
+
+
+class _Promotion(enum.Enum):
+    STANDARD = "standard"
+    STRICT = "strict"
 
 
 class _Config:
@@ -101,7 +124,12 @@ def _library(name: str, **attributes: Any) -> ModuleType:
 
 
 def test_options_of_jax_are_set_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = _Config(jax_enable_x64=True, jax_debug_nans=True, jax_disable_jit=False)
+    flow = _Config(
+        jax_enable_x64=True,
+        jax_debug_nans=True,
+        jax_disable_jit=False,
+        jax_numpy_dtype_promotion=_Promotion.STRICT,
+    )
     monkeypatch.setitem(sys.modules, "jax", _library("jax", config=flow))
     wanted = {"jax": process_settings.read()["jax"]}
     # A version may lack options.
@@ -109,21 +137,47 @@ def test_options_of_jax_are_set_where_they_differ(monkeypatch: pytest.MonkeyPatc
         "jax_enable_x64": True,
         "jax_debug_nans": True,
         "jax_disable_jit": False,
+        # Text: the enum is JAX's, which a child would import to read its task.
+        "jax_numpy_dtype_promotion": "strict",
     }
-    child = _Config(jax_enable_x64=False, jax_debug_nans=False, jax_disable_jit=False)
+    child = _Config(
+        jax_enable_x64=False,
+        jax_debug_nans=False,
+        jax_disable_jit=False,
+        jax_numpy_dtype_promotion=_Promotion.STANDARD,
+    )
     monkeypatch.setitem(sys.modules, "jax", _library("jax", config=child))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     process_settings.apply(wanted)
     # What one library refuses does not fail the task.
-    assert child.updated == ["jax_enable_x64"]
-    # A module of the user's has changed it at its import.
-    child.jax_enable_x64 = False
-    process_settings.apply_again(wanted)
-    assert child.jax_enable_x64 is True
+    assert child.updated == ["jax_enable_x64", "jax_numpy_dtype_promotion"]
+    assert child.jax_enable_x64 is True and child.jax_numpy_dtype_promotion == "strict"
 
 
 def test_a_library_that_is_not_imported_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "jax", raising=False)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     assert "jax" not in process_settings.read()
-    process_settings.apply_again({"jax": {"jax_enable_x64": True}})
+    process_settings.apply({"jax": {"jax_enable_x64": True}})
     assert "jax" not in sys.modules
+
+
+def test_a_library_that_is_loaded_lazily_stays_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "jax.py"
+    path.write_text("raise AssertionError('it was imported')\n")
+    spec = importlib.util.spec_from_file_location("jax", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    lazy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "jax", lazy)
+    spec.loader.exec_module(lazy)
+    assert "jax" not in process_settings.read()
+
+
+def test_errors_of_numpy_that_need_an_object_of_the_flow_do_not_arrive() -> None:
+    numpy = pytest.importorskip("numpy")
+    with numpy.errstate(divide="call", over="log", under="raise", invalid="ignore", call=print):
+        errors = process_settings.read()["numpy"]["errors"]
+    assert errors == {"under": "raise", "invalid": "ignore"}

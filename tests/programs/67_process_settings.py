@@ -32,6 +32,7 @@ decimal.getcontext().prec = 7
 decimal.DefaultContext.prec = 7
 socket.setdefaulttimeout(7)
 random.seed(1)
+torch.manual_seed(1)
 collections.abc.Sequence.register(Row)
 
 
@@ -57,6 +58,7 @@ def stays_away():
     return {
         "decimal precision": decimal.DefaultContext.prec == 7,
         "socket timeout": socket.getdefaulttimeout() == 7,
+        "seed": torch.initial_seed() == 1,
         "virtual subclass": isinstance(Row(), collections.abc.Sequence),
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import logging
 import operator
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from prefect_gpu.frameworks.adapter import imported
 from prefect_gpu.frameworks.hooks import AfterImport, is_lazy
+
+logger = logging.getLogger(__name__)
 
 #: Values of settings, of built-in types, by name of the library's module and name of the setting.
 ProcessSettings: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -40,7 +43,7 @@ def _attribute(path: str) -> _Setting:
 
 
 def _option(name: str) -> _Setting:
-    """Return an option of JAX's. Some values are of enums of JAX's; it accepts their text, too."""
+    """Return the setting of an option of JAX. Some values are of enums of JAX, which also takes their text."""
 
     def read(module: Any) -> Any:
         value = getattr(module.config, name)
@@ -50,16 +53,24 @@ def _option(name: str) -> _Setting:
 
 
 def _attention(kind: str) -> _Setting:
-    """Return whether PyTorch may use a kind of `scaled_dot_product_attention`."""
+    """Return the setting that allows PyTorch a kind of `scaled_dot_product_attention`."""
     return _Setting(
         lambda m: getattr(m.backends.cuda, f"{kind}_sdp_enabled")(),
         lambda m, value: getattr(m.backends.cuda, f"enable_{kind}_sdp")(value),
     )
 
 
-def _errors(numpy: Any) -> dict[str, str]:
-    # What is called, and what a log is written to, are objects of the flow's process.
-    return {name: how for name, how in numpy.geterr().items() if how not in ("call", "log")}
+def _error(kind: str) -> _Setting:
+    """Return the setting of what NumPy does at a kind of floating-point error."""
+
+    def read(module: Any) -> str:
+        how: str = module.geterr()[kind]
+        if how in ("call", "log"):
+            # What is called, and what a log is written to, are objects of this process.
+            raise LookupError(how)
+        return how
+
+    return _Setting(read, lambda m, how: m.seterr(**{kind: how}))
 
 
 _TORCH_ATTRIBUTES = (
@@ -133,7 +144,7 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
             lambda m: m.get_sharing_strategy(), lambda m, value: m.set_sharing_strategy(value)
         )
     },
-    "numpy": {"errors": _Setting(_errors, lambda m, value: m.seterr(**value))},
+    "numpy": {kind: _error(kind) for kind in ("divide", "over", "under", "invalid")},
     "jax": {name: _option(name) for name in _JAX_OPTIONS},
     "tensorflow": {
         "functions run eagerly": _Setting(
@@ -178,10 +189,22 @@ def apply(wanted: ProcessSettings) -> None:
 def _apply(name: str, wanted: Mapping[str, Any]) -> None:
     module = sys.modules[name]
     # Twice, since a setting may change others.
-    for setting, value in (*wanted.items(), *wanted.items()):
-        # Another version, as on another node, may lack a setting or a value of it.
-        with contextlib.suppress(Exception):
-            read, write = _SETTINGS[name][setting]
-            # Only what differs: to set a value to what it is may warn, and may be refused.
-            if read(module) != value:
-                write(module, value)
+    for _ in range(2):
+        left = [setting for setting in wanted if not _set(module, name, setting, wanted[setting])]
+    for setting in left:
+        logger.warning(
+            "%s: the setting %s is %r in the flow's process, and could not be made here",
+            *(name, setting, wanted[setting]),
+        )
+
+
+def _set(module: Any, name: str, setting: str, value: Any) -> bool:
+    """Set a setting, and return whether it has the value now. Another version, as on another node, may lack it."""
+    try:
+        read, write = _SETTINGS[name][setting]
+        # Only what differs: to set a value to what it is may warn, and may be refused.
+        if read(module) != value:
+            write(module, value)
+        return bool(read(module) == value)
+    except Exception:  # noqa: BLE001 - any error of a library
+        return False

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from prefect_gpu.frameworks import process_settings
+from prefect_gpu.frameworks.hooks import is_lazy
 
 STATEMENTS = (
     "",
@@ -123,33 +124,23 @@ def _library(name: str, **attributes: Any) -> ModuleType:
     return module
 
 
-def test_options_of_jax_are_set_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = _Config(
-        jax_enable_x64=True,
-        jax_debug_nans=True,
-        jax_disable_jit=False,
-        jax_numpy_dtype_promotion=_Promotion.STRICT,
-    )
+def test_options_of_jax_are_set_where_they_differ(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    switched_on = {"jax_enable_x64": True, "jax_debug_nans": True, "jax_disable_jit": False}
+    flow = _Config(**switched_on, jax_numpy_dtype_promotion=_Promotion.STRICT)
     monkeypatch.setitem(sys.modules, "jax", _library("jax", config=flow))
     wanted = {"jax": process_settings.read()["jax"]}
-    # A version may lack options.
-    assert wanted["jax"] == {
-        "jax_enable_x64": True,
-        "jax_debug_nans": True,
-        "jax_disable_jit": False,
-        # Text: the enum is JAX's, which a child would import to read its task.
-        "jax_numpy_dtype_promotion": "strict",
-    }
-    child = _Config(
-        jax_enable_x64=False,
-        jax_debug_nans=False,
-        jax_disable_jit=False,
-        jax_numpy_dtype_promotion=_Promotion.STANDARD,
-    )
+    # A version may lack options. Text: the enum is JAX's, which a child would import to read its task.
+    assert wanted["jax"] == {**switched_on, "jax_numpy_dtype_promotion": "strict"}
+    defaults = dict.fromkeys(switched_on, False)
+    child = _Config(**defaults, jax_numpy_dtype_promotion=_Promotion.STANDARD)
     monkeypatch.setitem(sys.modules, "jax", _library("jax", config=child))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     process_settings.apply(wanted)
-    # What one library refuses does not fail the task.
+    # What a library refuses does not fail the task, and is said once.
+    (said,) = caplog.messages
+    assert said.startswith("jax: the setting jax_debug_nans is True in the flow's process")
     assert child.updated == ["jax_enable_x64", "jax_numpy_dtype_promotion"]
     assert child.jax_enable_x64 is True and child.jax_numpy_dtype_promotion == "strict"
 
@@ -166,18 +157,26 @@ def test_a_library_that_is_loaded_lazily_stays_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "jax.py"
-    path.write_text("raise AssertionError('it was imported')\n")
+    path.write_text(
+        "from tests.unit.frameworks.test_process_settings import _Config\n"
+        "config = _Config(jax_enable_x64=False)\n"
+    )
     spec = importlib.util.spec_from_file_location("jax", path)
     assert spec is not None and spec.loader is not None
     spec.loader = importlib.util.LazyLoader(spec.loader)
     lazy = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "jax", lazy)
     spec.loader.exec_module(lazy)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     assert "jax" not in process_settings.read()
+    process_settings.apply({"jax": {"jax_enable_x64": True}})
+    assert is_lazy(lazy)
+    # Now it is loaded.
+    assert lazy.config.jax_enable_x64 is True and not is_lazy(lazy)
 
 
 def test_errors_of_numpy_that_need_an_object_of_the_flow_do_not_arrive() -> None:
     numpy = pytest.importorskip("numpy")
     with numpy.errstate(divide="call", over="log", under="raise", invalid="ignore", call=print):
-        errors = process_settings.read()["numpy"]["errors"]
+        errors = process_settings.read()["numpy"]
     assert errors == {"under": "raise", "invalid": "ignore"}

@@ -90,15 +90,15 @@ def used_bytes() -> int:
     return sum(used_by_device())
 
 
-def energy_j() -> float:
-    """Return the energy of all GPUs since their driver was loaded, in joules; 0 where they do not tell it."""
+def energy_j(devices: int) -> float | None:
+    """Return the energy of the first `devices` GPUs since their driver was loaded, in joules; `None`: not told."""
     import pynvml
 
     try:
-        found = [pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) for handle in handles()]
+        # NVML counts millijoules.
+        return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, handles()[:devices])) / 1000
     except pynvml.NVMLError:
-        return 0.0
-    return sum(found) / 1000
+        return None
 
 
 def settled_difference_bytes(before: int, patience_s: float = 5.0) -> int:

@@ -13,9 +13,9 @@ runner's `headroom`. All are submitted at once, in the same order.
 Both schemes run under `GPUTaskRunner`, so that only the sharing of devices differs: `gpu:exclusive` (a task
 on two GPUs has both), or budgets from tags. The exclusive scheme settles how many steps each training
 does and measures its peak; the other does the same steps, with budgets of that peak, 1 % and 256 MiB, and
-900 MiB on each of two GPUs, which the runner leaves to NCCL. The trainings (`_trainings.py`) prepare their data on the CPU; for how much of the time they keep a GPU busy
-is printed, and bounds what sharing can win. Before it is timed, a scheme runs one small task, as a
-machine that is in use has done.
+900 MiB on each of two GPUs, which the runner leaves to NCCL. The trainings (`_trainings.py`) prepare their
+data on the CPU; for how much of the time they keep a GPU busy is printed, and bounds what sharing can win.
+Before it is timed, a scheme runs one small task, as a machine that is in use has done.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(
     @flow(name=f"collocation-{scheme}", task_runner=runner)
     def train_all() -> None:
         seen["flow_run_id"] = str(flow_run.id)
-        energy_j = _devices.energy_j() if on_gpu else 0.0
+        energy_j = _devices.energy_j(given.devices) if on_gpu else None
         seen["began"] = began = time.time()
         futures = [(job, submit(job)) for job in jobs]
         seen["results"] = results = []
@@ -124,7 +124,8 @@ def measure(
             if len(results) % 10 == 0:
                 _common.say(f"{scheme}: {len(results)} of {len(jobs)} have ended")
         seen["makespan_s"] = time.time() - began
-        seen["energy_j"] = _devices.energy_j() - energy_j if on_gpu else 0.0
+        after_j = None if energy_j is None else _devices.energy_j(given.devices)
+        seen["energy_j"] = None if energy_j is None or after_j is None else after_j - energy_j
 
     used_before = _devices.used_by_device()
     if on_gpu:
@@ -290,7 +291,7 @@ def compare(exclusive: dict[str, Any], ours: dict[str, Any]) -> list[_bound.Chec
                 f"{held_s / row['makespan_s'] / found['used_devices']:.2f}",
                 _common.spread(slower, 2),
                 f"{row['busy_fraction']:.0%}" if found["on_gpu"] else "no GPU",
-                f"{row['energy_j'] / 1000:.1f}" if found["on_gpu"] else "no GPU",
+                f"{row['energy_j'] / 1000:.1f}" if row.get("energy_j") else "not told",
                 f"{row['used_peak_bytes'] / 1e9:.1f}" if found["on_gpu"] else "no GPU",
                 str(row["out_of_memory"]),
                 str(row["failed"]),

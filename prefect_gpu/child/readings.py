@@ -12,10 +12,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from prefect_gpu.devices.cuda_driver import PrimaryContexts, unbound_by_captures
+from prefect_gpu.devices.cuda_driver import PrimaryContexts, free_bytes, unbound_by_captures
 from prefect_gpu.devices.own import OwnMemory, OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, EndTrace, FrameworkAdapter, FrameworkPolicy
+from prefect_gpu.processes import mps
 from prefect_gpu.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,17 @@ class Readings:
         """Return the device memory of this process in bytes, from the driver, over all devices; `None`: unknown."""
         known = [use.process_bytes for use in self.own() if use.process_bytes is not None]
         return sum(known) if known else None
+
+    def context_bytes(self, counters: Counters | None) -> int | None:
+        """Return the device memory outside the allocators, whose `counters` were just read; `None`: not known.
+
+        Only the driver of a process with a limit of memory (a client of MPS) tells how much the process holds.
+        """
+        limit = mps.limit_bytes(os.environ)
+        if limit is None or counters is None or counters.reserved_bytes is None:
+            return None
+        free = free_bytes()
+        return None if free is None else max(0, limit - free - counters.reserved_bytes)
 
     def _ask(self, question: Callable[[Sequence[FrameworkAdapter]], T | None]) -> T | None:
         if self._contexts.lost:

@@ -89,20 +89,9 @@ def context_fault(stream: int | None = None) -> str:
     stream in another thread valid. Such a fault (an illegal address, an assertion, the end of the MPS server) is the answer to every later call.
     """
     driver = loaded_driver()
-    if driver is None:
+    context = _find_context(driver)
+    if driver is None or context is None:
         return ""
-    context, device, active = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-    if driver.cuCtxGetCurrent(ctypes.byref(context)):
-        return ""
-    if not context.value:
-        found = ctypes.byref(ctypes.c_uint()), ctypes.byref(active)
-        if driver.cuDeviceGet(ctypes.byref(device), 0):
-            return ""
-        if driver.cuDevicePrimaryCtxGetState(device, *found) or not active.value:
-            return ""
-        if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-            return ""
-        driver.cuDevicePrimaryCtxRelease_v2(device)
     with unbound_by_captures():
         code = driver.cuCtxPushCurrent_v2(context)
         if not code:
@@ -113,6 +102,38 @@ def context_fault(stream: int | None = None) -> str:
     name = ctypes.c_char_p()
     driver.cuGetErrorName(code, ctypes.byref(name))
     return (name.value or b"CUDA_ERROR_UNKNOWN").decode()
+
+
+def free_bytes() -> int | None:
+    """Return the free memory of this thread's context, else of device 0's primary one; `None`: no context, or unknown.
+
+    For a client of MPS with a limit of memory, it is what is left of the limit.
+    """
+    driver = loaded_driver()
+    context, free = _find_context(driver), ctypes.c_size_t()
+    if driver is None or context is None or driver.cuCtxPushCurrent_v2(context):
+        return None
+    failed = driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t()))
+    driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    return None if failed else free.value
+
+
+def _find_context(driver: ctypes.CDLL | None) -> ctypes.c_void_p | None:
+    """Return this thread's context, else device 0's primary one; `None`: neither exists."""
+    context, device, active = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    if driver is None or driver.cuCtxGetCurrent(ctypes.byref(context)):
+        return None
+    if context.value:
+        return context
+    found = ctypes.byref(ctypes.c_uint()), ctypes.byref(active)
+    if driver.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    if driver.cuDevicePrimaryCtxGetState(device, *found) or not active.value:
+        return None
+    if driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    driver.cuDevicePrimaryCtxRelease_v2(device)
+    return context
 
 
 class PrimaryContexts:

@@ -62,6 +62,9 @@ FAULTS = (
     "cudaErrorLaunchFailure",
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "CUDA_ERROR_LAUNCH_FAILED",
+    # A client that starts while the server ends.
+    "cudaErrorDevicesUnavailable",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
     "cudaErrorMps",
     "CUDA_ERROR_MPS",
     "MPS server",
@@ -89,6 +92,12 @@ def client_environment(
 def outside_environment() -> dict[str, str | None]:
     """Return the variables of a process that is no client of any daemon."""
     return {PIPES: NO_PIPES, MEMORY: None, THREADS: None}
+
+
+def limit_bytes(environ: Mapping[str, str]) -> int | None:
+    """Return the most that a client with these variables may take of its device; `None`: no client, or no limit."""
+    limit = environ.get(MEMORY) if is_client(environ) else None
+    return int(limit.removeprefix("0=").removesuffix("M")) << 20 if limit else None
 
 
 def is_client(environ: Mapping[str, str]) -> bool:

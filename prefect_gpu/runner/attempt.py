@@ -184,6 +184,7 @@ class Attempt:
             free_bytes=seen.free_bytes,
             foreign_growth_bytes=self._broker.foreign_growth_bytes(ticket),
             says_own_cap=seen.says_own_cap,
+            limited=bool(self._pipes) and not self.whole_device,
             alone=any(r.exclusive for r in placement.reservations),
             shared_probe=self.shares,
         )

@@ -201,6 +201,7 @@ class ProcessRecord:
             if ended.counters is not None:
                 self.add_counters(ended.counters, ended.frameworks)
                 self._counted_out = True
+            self._context.seen_bytes = largest(self._context.seen_bytes, ended.context_bytes)
             self.steps = ended.steps or self.steps
             self._marks.add(*ended.marks)
             self._used = ended.frameworks

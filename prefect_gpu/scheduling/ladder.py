@@ -63,6 +63,8 @@ class Evidence:
     foreign_growth_bytes: int = 0
     #: Whether the framework's cap refused the allocation, by the error's text; `None`: the text does not say.
     says_own_cap: bool | None = None
+    #: Whether the driver refuses the process more than its budget (a client of MPS).
+    limited: bool = False
     #: Whether no other GPU task was on the device.
     alone: bool = False
     #: Whether the task's need was not known, and its budget was the memory that other tasks left free.
@@ -72,14 +74,15 @@ class Evidence:
 def classify(evidence: Evidence) -> Cause:
     """Return the cause of an out-of-memory in a framework: `own_cap`, `foreign` or `crowded`.
 
-    `own_cap` if the error says so, or a process with a cap failed while the device had the wanted bytes free. Otherwise
+    `own_cap` if the error says so, or a process with a cap or limit failed while the device had the wanted bytes free. Otherwise
     `foreign` if foreign memory grew by the missing bytes, `own_cap` if the process needs more than its budget or is alone
     on the device, and `crowded` in all other cases.
     """
     if evidence.says_own_cap:
         return "own_cap"
-    # `says_own_cap=False`: the error says that the device refused, not the cap.
+    # `says_own_cap=False`: the error says that the driver refused, not the cap.
     capped = evidence.cap_bytes is not None and evidence.says_own_cap is None
+    capped = capped or evidence.limited
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
     if free is None:

@@ -26,7 +26,7 @@ from typing import Any
 import pynvml
 from prefect import flow, task
 
-from prefect_gpu import GPUTaskRunner, gpu
+from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.devices.shared_folder import default_folder
 from prefect_gpu.processes import mps
 from tests.gpu._checks import GIB, MIB, nvml_handles, run, say, table
@@ -95,6 +95,21 @@ def take() -> int:
     ):
         given += 64 * MIB
     return given
+
+
+@task(tags=gpu(framework="torch"))
+def learned(size: int) -> int:
+    """Compute for less time than a few readings take; return which process of the task run this is."""
+    import torch
+
+    x = torch.ones(size, size, device="cuda")
+    images = torch.ones(8, 16, 64, 64, device="cuda")
+    with torch.inference_mode():
+        for _ in range(20):
+            x = (x @ x).clamp(max=1.0)
+            torch.nn.functional.conv2d(images, images[:, :, :3, :3]).sum().item()
+    allocation = current_allocation()
+    return allocation.attempt if allocation is not None and float(x[0, 0]) else 0
 
 
 @task(tags=gpu(memory="4GiB", framework="torch"))
@@ -293,6 +308,14 @@ def check(options: argparse.Namespace) -> list[str]:
     say(f"cuMemAlloc gave {given / MIB:.0f} MiB of a budget of {BUDGET_BYTES / MIB:.0f} MiB")
     if given > BUDGET_BYTES + 64 * MIB:
         problems.append(f"a client took {given / MIB:.0f} MiB")
+    attempts = in_flow(
+        "mps",
+        options.devices,
+        lambda: [learned.submit(2048).result(), *learned.map([2048] * 8).result()],
+    )
+    say(f"processes of nine runs without a budget: {attempts}")
+    if attempts != [1] * 9:
+        problems.append("a learned budget was not enough for a client")
     problems += daemon_left()
     table(["fault", "rounds", "wrong", "seconds"], list(faults(options, problems)))
     return problems

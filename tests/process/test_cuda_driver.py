@@ -48,6 +48,7 @@ int cuStreamQuery(void *stream) { return pushed ? answer : 201; }
 int cuGetErrorName(int code, const char **name) {
   *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_ASSERT";
   return 0; }
+int cuMemGetInfo_v2(size_t *free, size_t *total) { *free = pushed ? 5 : 0; return answer; }
 #ifdef WITH_IDS
 int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long long *)context; return 0; }
 #endif
@@ -104,6 +105,19 @@ def test_a_thread_is_unbound_by_captures_for_a_while(tmp_path: Path) -> None:
         "print(seen)",
     ]
     assert _report(tmp_path, lines).splitlines()[0] == "[True, 2, 0, False, 0]"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def test_the_free_memory_of_a_context(tmp_path: Path) -> None:
+    lines = [
+        "from prefect_gpu.devices.cuda_driver import free_bytes",
+        "seen = [free_bytes()]",
+        "d.create(0)",
+        "seen += [free_bytes(), d.count_pushed()]",
+        "d.break_with(700)",
+        "print([*seen, free_bytes(), d.count_pushed()])",
+    ]
+    assert _report(tmp_path, lines).splitlines()[0] == "[None, 5, 0, None, 0]"
 
 
 def test_without_a_driver_a_thread_is_bound() -> None:

@@ -17,7 +17,9 @@ from prefect_gpu.devices.cuda_driver import PrimaryContexts
 from prefect_gpu.devices.own import OwnUse
 from prefect_gpu.frameworks import hooks
 from prefect_gpu.frameworks.adapter import Counters, FrameworkPolicy
+from prefect_gpu.processes import mps
 from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.units import GIB
 from tests.fakes.memory_source import FakeSource, FakeTrace
 
 POLICY = FrameworkPolicy("nvml", ("GPU-a", "GPU-b"), (24, 24), (6, 6))
@@ -239,3 +241,26 @@ def test_nothing_is_released_once_the_body_destroyed_its_context(
     adapters: Any = (Releases(),)
     Readings(POLICY, adapters, own, contexts).release_unused()
     assert adapters[0].released == 0
+
+
+@pytest.mark.parametrize(
+    ("counters", "left", "context"),
+    [
+        pytest.param(Counters(1, 2 * GIB, 3, 4), GIB // 2, 3 * GIB // 2, id="what the rest is"),
+        pytest.param(Counters(1, 4 * GIB, 3, 4), GIB // 2, 0, id="counted more than there is"),
+        pytest.param(Counters(1, None, 3, None), GIB // 2, None, id="the allocator does not count"),
+        pytest.param(None, GIB // 2, None, id="no framework has used the device"),
+        pytest.param(Counters(1, 2, 3, 4), None, None, id="the context is gone"),
+    ],
+)
+def test_a_client_of_mps_knows_its_context(
+    counters: Counters | None,
+    left: int | None,
+    context: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefect_gpu.child.readings.free_bytes", lambda: left)
+    assert readings().context_bytes(counters) is None
+    for name, value in mps.client_environment("/run/mps", 4 * GIB, None).items():
+        monkeypatch.setenv(name, value or "")
+    assert readings().context_bytes(counters) == context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefect_gpu.processes import mps
-from prefect_gpu.units import GIB
+from prefect_gpu.units import GIB, MIB
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,11 @@ from prefect_gpu.units import GIB
 def test_a_client_has_its_budget_as_limit(
     budget: int | None, compute: float | None, limit: str | None, threads: str | None
 ) -> None:
-    assert mps.client_environment("/run/mps", budget, compute) == {
+    environment = mps.client_environment("/run/mps", budget, compute)
+    of_process = {name: value for name, value in environment.items() if value is not None}
+    assert mps.limit_bytes(of_process) == (budget and budget // MIB * MIB)
+    assert mps.limit_bytes({**of_process, mps.PIPES: mps.NO_PIPES}) is None
+    assert environment == {
         "CUDA_MPS_PIPE_DIRECTORY": "/run/mps",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit,
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": threads,
@@ -41,6 +45,10 @@ def test_a_process_outside_finds_no_daemon() -> None:
         ("CUDARuntimeError: cudaErrorIllegalAddress: an illegal memory access", True),
         (
             "RuntimeError: CUDA error: the remote procedural call between the MPS server and the MPS client failed",
+            True,
+        ),
+        (
+            "AcceleratorError: CUDA error: busy or unavailable; search for `cudaErrorDevicesUnavailable'",
             True,
         ),
         ("XlaRuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS", True),

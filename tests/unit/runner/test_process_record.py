@@ -91,6 +91,9 @@ NEARLY_ALL = device().total_bytes / GIB - 0.5
         "the context is what the device shows above the allocator": (
             *([reading(3), counted(1, 2)], 3, 1, 1, 2),
         ),
+        "a client of MPS knows its context": (
+            *([reading(3), counted(1, 2), finished(context_bytes=3 * GIB // 2)], 3, 1.5, 1, 2),
+        ),
         "too short for a reading: its counters": (
             *([assumed(512), counted(1, 2)], 2.5, 0.5, 1, 2, "framework"),
         ),

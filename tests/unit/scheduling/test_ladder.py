@@ -59,6 +59,7 @@ evidences = st.builds(
     free_bytes=maybe,
     foreign_growth_bytes=sizes,
     says_own_cap=st.none() | st.booleans(),
+    limited=st.booleans(),
     alone=st.booleans(),
 )
 
@@ -70,6 +71,11 @@ evidences = st.builds(
         "the device could have given it": (seen(free_bytes=2 * GIB), "own_cap"),
         "the device could just have given it": (seen(free_bytes=GIB), "own_cap"),
         "the error says it was not": (seen(free_bytes=GIB, says_own_cap=False), "crowded"),
+        "the device has room, but the driver limits the process": (
+            seen(free_bytes=GIB, says_own_cap=False, limited=True),
+            "own_cap",
+        ),
+        "a limited process on a full device": (seen(limited=True), "crowded"),
         "others took what is missing": (seen(free_bytes=0, foreign_growth_bytes=GIB), "foreign"),
         "others took the part that is missing": (
             seen(free_bytes=GIB // 2, foreign_growth_bytes=GIB // 2),

@@ -364,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0, help="of the load")
     parser.add_argument("--batches", type=int, default=20, help="of each evaluation")
-    parser.add_argument("--cap", type=float, default=30.0, help="GB of each GPU that may be used")
+    parser.add_argument("--cap", type=float, default=40.0, help="GB of each GPU that may be used")
     parser.add_argument("--out", type=Path, help="write what was found here, as JSON")
     parser.add_argument("--logs", type=Path, help="keep the logs of the parts in this folder")
     parser.add_argument("--picture", type=Path, help="write a picture here, as SVG")

@@ -15,13 +15,13 @@ from prefect_gpu.reports.markup import escape, percent, table
 from prefect_gpu.reports.model import OUTCOMES, TaskReport, past_run
 from prefect_gpu.scheduling.history import (
     LIVE_FACTOR,
-    LIVE_MARGIN_BYTES,
     OOM_FACTOR,
     PINCH_FACTOR,
     ROUND_BYTES,
     LearnedBudget,
     PastRun,
     learn,
+    margin_bytes,
 )
 from prefect_gpu.scheduling.ladder import WANTED_FACTOR
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
@@ -510,15 +510,15 @@ def _because(lesson: LearnedBudget, runs: Sequence[PastRun]) -> str:
     live = top.live_bytes if top.steady_live_bytes is None else top.steady_live_bytes
     if live is None:
         # No framework reports memory: only the total of the process is known.
-        return f"peak {_with_margin(top.process_bytes or 0, lesson.growth)}{rounded}{of_runs}"
+        return f"peak {_with_margin(top, top.process_bytes or 0, lesson.growth)}{rounded}{of_runs}"
     steady = "live peak" if top.steady_live_bytes is None else "steady live peak"
     context = f" + context {format_bytes(lesson.context_bytes)}" if lesson.context_bytes else ""
-    return f"{steady} {_with_margin(live, lesson.growth)}{context}{rounded}{of_runs}"
+    return f"{steady} {_with_margin(top, live, lesson.growth)}{context}{rounded}{of_runs}"
 
 
-def _with_margin(size_bytes: int, growth: float) -> str:
-    if size_bytes * (LIVE_FACTOR * growth - 1) < LIVE_MARGIN_BYTES:
-        return f"{format_bytes(size_bytes)} + {format_bytes(LIVE_MARGIN_BYTES)}"
+def _with_margin(run: PastRun, size_bytes: int, growth: float) -> str:
+    if size_bytes * (LIVE_FACTOR * growth - 1) < margin_bytes(run):
+        return f"{format_bytes(size_bytes)} + {format_bytes(margin_bytes(run))}"
     more = f" × {growth:.2f} for larger inputs" if growth >= 1.005 else ""
     return f"{format_bytes(size_bytes)} × {LIVE_FACTOR:g}{more}"
 

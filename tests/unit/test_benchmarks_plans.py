@@ -12,6 +12,7 @@ import collocation
 import dispatch
 import makespan
 import pytest
+import rehearsal
 
 GIB = 2**30
 
@@ -170,3 +171,41 @@ def test_costs_of_a_run_that_did_not_end_are_refused(tmp_path: Path) -> None:
         makespan.read_costs(path)
     with pytest.raises(SystemExit, match="no complete scheme"):
         collocation.read_scheme(path, "--work")
+
+
+ALONE = {
+    rehearsal.key("train", [rehearsal.ALONE_STEPS, 0.0]): [2.3, 2.1, 2.0],
+    rehearsal.key("fit", [0]): 2.5,
+    rehearsal.key("answer", [3]): [17.0, 4608.0],
+    rehearsal.key("evaluate", ["timm", "a", 1, 2]): 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "value", "is_right"),
+    [
+        ("train", [0, 9.0], [2.3, 2.1], True),
+        ("train", [0, 9.0], [2.3, 2.2], False),
+        ("train", [0, 9.0], [], False),
+        ("fit", [4], 6.5, True),
+        ("fit", [4], 2.5, False),
+        ("answer", [3], 4608.0, True),
+        ("answer", [99], 4608.0, False),
+        ("evaluate", ["timm", "a", 1, 2], 0.502, True),
+        ("evaluate", ["timm", "a", 1, 2], 0.6, False),
+        ("leak", [], 1.0, True),
+        ("with_jax", [0], 1.0, False),
+    ],
+)
+def test_values_are_compared_with_those_alone(
+    name: str, arguments: list[object], value: object, is_right: bool
+) -> None:
+    assert rehearsal.is_right(name, arguments, value, ALONE, on_gpu=True) is is_right
+
+
+def test_a_rehearsal_is_drawn_and_told_over_time(capsys: pytest.CaptureFixture[str]) -> None:
+    samples = [(float(at), [(0.5, 10**9, 100.0 * at)]) for at in range(5)]
+    rehearsal.print_timeline(samples, 2)
+    assert capsys.readouterr().out.splitlines()[-1] == "device 0: busy for 50% of the time, 0.4 kJ"
+    found = {"samples": samples, "waits": [("id", 2.0, 0.5)], "began_s": 1.0}
+    assert "device 0" in rehearsal.draw(found)

@@ -144,9 +144,23 @@ def test_a_resnet_50_gets_what_it_was_measured_to_need(
     assert lesson.context_bytes == CONTEXT and lesson.floor_bytes == 0
 
 
-def test_the_least_margin_is_a_few_segments() -> None:
-    lesson = learn([run(live_bytes=MIB, context_bytes=0)])
-    assert lesson and lesson.budget_bytes == LIVE_MARGIN_BYTES + 2 * MIB  # 65 MiB, rounded
+@cases(
+    "live_mib, process_mib, budget_mib",
+    {
+        "a few segments at least, rounded": (1, 300, 366),
+        "what its allocator held": (500, 1000, 1000),
+        "not all that a cache took": (500, 4300, 1120),
+        "a third of the live memory": (2000, 4300, 2900),
+        "the process was not seen": (500, None, 950),
+    },
+)
+def test_the_margin_above_the_live_memory(
+    live_mib: int, process_mib: int | None, budget_mib: int
+) -> None:
+    process = None if process_mib is None else process_mib * MIB
+    past = run(live_bytes=live_mib * MIB, process_bytes=process, context_bytes=300 * MIB)
+    lesson = learn([past])
+    assert lesson and lesson.budget_bytes == budget_mib * MIB
 
 
 def test_memory_that_no_framework_reports_is_taken_from_the_process() -> None:

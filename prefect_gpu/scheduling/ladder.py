@@ -164,6 +164,10 @@ def next_attempt(
     if climb.processes >= MOST_PROCESSES:
         return f"{climb.processes} processes have run out of memory, the last with {budget}{wanted}"
     if cause == "own_cap":
+        if (evidence.wanted_bytes or 0) > capacity_bytes:
+            # The next process would only wait for an empty device, and keep others from it.
+            at_once = format_bytes(evidence.wanted_bytes or 0)
+            return f"it asked for {at_once} at once, more than the {format_bytes(capacity_bytes)} of a whole device"
         if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
         if evidence.shared_probe or climb.from_error:

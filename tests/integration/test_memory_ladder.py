@@ -63,7 +63,7 @@ def test_a_task_run_that_ends_out_of_memory_says_in_its_state_what_to_write() ->
     )
     assert "(SimulatedOutOfMemoryError: out of memory: tried to allocate 3GiB; " in small.message
     assert large is not None and large.message is not None
-    assert "a whole device was not enough, 16GiB" in large.message
+    assert "it asked for 30GiB at once, more than the 16GiB of a whole device" in large.message
     assert "find_batch_size" in large.message and "\n" not in large.message
 
 

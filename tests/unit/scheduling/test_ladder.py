@@ -151,7 +151,7 @@ def following(before: OomHistory, cause: Cause, *limits: Any, **changes: Any) ->
         "half as much again": ("own_cap", {"wanted_bytes": None}, 9),
         "half as much again is more than it wanted": ("own_cap", {}, 9),
         "what it wanted and a tenth": ("own_cap", {"wanted_bytes": 16 * GIB}, 22),
-        "a whole device, if there is no more": ("own_cap", {"wanted_bytes": 100 * GIB}, None),
+        "a whole device, if there is no more": ("own_cap", {"wanted_bytes": 80 * GIB}, None),
         "nearly a whole device is a whole one": ("own_cap", {"budget_bytes": 60 * GIB}, None),
         "its own fault begins the count of others anew": (
             "own_cap",
@@ -225,6 +225,13 @@ def test_after_which_process_none_follows(
     before: OomHistory, cause: Cause, budget: int, alike: bool, says: str
 ) -> None:
     assert next_attempt(before, cause, seen(budget_bytes=budget * GIB), CAPACITY, 0, alike) == says
+
+
+def test_no_device_is_emptied_for_an_allocation_that_none_can_give() -> None:
+    for changes in ({}, {"shared_probe": True}):
+        asked = seen(wanted_bytes=81 * GIB, **changes)
+        said = "it asked for 81GiB at once, more than the 80GiB of a whole device"
+        assert next_attempt(OomHistory(), "own_cap", asked, CAPACITY) == said
 
 
 AGAIN = "; without gpu:oom=fail it runs again by itself"

@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -422,19 +423,18 @@ def demands_of(
     )
     demands = []
     for kind in kinds:
-        stages = [s.stage for s in standbys if s.kind == kind]
-        record, importing = records[kind], stages.count(Stage.IMPORTING)
-        recent = not kind.forks or now_s - record.used_s < IDLE_S
+        record, stages = records[kind], Counter(s.stage for s in standbys if s.kind == kind)
+        recent = record.last_used > 0 and (not kind.forks or now_s - record.used_s < IDLE_S)
+        # One for the next task, which is likely of the kind of the last.
+        wanted = max(announced.count(kind), int(recent and kind == latest))
         demands.append(
             KindDemand(
                 kind,
-                waiting=announced.count(kind),
-                latest=kind == latest and recent,
-                used=record.last_used > 0 and recent,
+                wanted=0 if record.given_up else min(wanted, 1) if kind.forks else wanted,
+                spare=recent and not record.given_up,
                 size_bytes=record.size_bytes,
-                ready=len(stages) - importing - stages.count(Stage.ENDING),
-                importing=importing,
-                useful=not record.given_up,
+                ready=stages[Stage.WAITING],
+                importing=stages[Stage.IMPORTING],
                 forks=kind.forks,
             )
         )

@@ -54,7 +54,7 @@ from prefect_gpu.processes.standby_kind import (
     demands_of,
     read_surroundings,
 )
-from prefect_gpu.processes.standby_plan import Machine, StandbyPlan, most_imports, plan_standbys
+from prefect_gpu.processes.standby_plan import StandbyPlan, plan_standbys
 from prefect_gpu.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -375,8 +375,8 @@ class StandbyPool:
 
     def _check(self, brokers: set[HostMemory]) -> None:
         """Start and end standbys, as planned from demand, host memory and cores."""
-        available_bytes = self._read_available()
-        promised_bytes = sum(broker.host_promised_bytes for broker in brokers)
+        left_bytes = self._read_available() - RESERVE_BYTES
+        left_bytes -= sum(broker.host_promised_bytes for broker in brokers)
         starved = any(broker.wants_host_memory for broker in brokers)
         now = time.monotonic()
         with self._changed:
@@ -386,9 +386,6 @@ class StandbyPool:
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + SHORTAGE_S
                 self._end_all()
-            # A plan lets half of the cores import, hence twice the number.
-            cores, most = 2 * self._imports_at_once(), self._most()
-            machine = Machine(available_bytes, promised_bytes, RESERVE_BYTES, cores, most)
             self._end_hung(now)
             announced = [self._kind(a.kind) for a in self._announced]
             for record in self._records.values():
@@ -396,7 +393,8 @@ class StandbyPool:
             for kind in self._forked.values():
                 self._record(kind).used_s = now
             demands = demands_of(self._records, announced, self._standbys, now)
-            self._carry_out(plan_standbys(demands, machine), now)
+            plan = plan_standbys(demands, left_bytes, self._most(), self._imports_at_once())
+            self._carry_out(plan, now)
 
     def _end_hung(self, now: float) -> None:
         """End processes that have imported for more than `IMPORT_S` seconds, or were stopped (SIGSTOP) meanwhile."""
@@ -468,8 +466,8 @@ class StandbyPool:
 
     def _imports_at_once(self) -> int:
         """Return how many standbys may import at once: half the cores, or a free core for each announced task."""
-        half = most_imports(self._cores)
-        return max(half, min(len(self._announced), self._cores - len(self._running)))
+        free = self._cores - len(self._running)
+        return max(1, self._cores // 2, min(len(self._announced), free))
 
     def _take_refusal(self, error: Exception) -> None:
         """Start no standby for `SHORTAGE_S` seconds: processes that the system still allows are for tasks."""

@@ -58,9 +58,14 @@ def test_tasks_that_wait_are_served_first_and_the_last_used_kind_next() -> None:
     left = replace(KIND, users=("left",))
     found = demands([OTHER, KIND, OTHER], [standby(left), standby(used[1])], used)
     assert [d.kind for d in found] == [OTHER, KIND, used[2], used[1], left]
-    assert [d.waiting for d in found] == [2, 1, 0, 0, 0]
-    assert [d.latest for d in found] == [False, False, True, False, False]
-    assert [d.used for d in found] == [False, False, True, True, False]
+    assert [d.wanted for d in found] == [2, 1, 1, 0, 0]
+    assert [d.spare for d in found] == [False, False, True, True, False]
+
+
+def test_one_that_is_forked_is_enough_for_any_number_of_tasks() -> None:
+    forked = replace(KIND, forks=True)
+    (demand,) = demands([forked] * 9, [])
+    assert demand.forks and demand.wanted == 1
 
 
 def test_a_kind_that_is_used_again_is_the_latest() -> None:
@@ -118,6 +123,7 @@ def test_a_problem_is_first_laid_to_the_users_modules(record: KindRecord) -> Non
 def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     record: KindRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
+    record.last_used = 1
     for number in range(MOST_FAILURES - 1):
         record.take_failure(standby(started_s=number), number + 0.5, "it ended with 4")
     assert not record.given_up
@@ -126,7 +132,7 @@ def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     (said,) = caplog.messages
     assert "for ours, users: 3 in a row" in said and said.endswith("its stderr:\noh")
     (demand,) = demands_of({KIND: record}, [KIND], [], 0.0)
-    assert record.given_up == "it ended at 10" and not demand.useful
+    assert record.given_up == "it ended at 10" and not demand.wanted and not demand.spare
 
 
 def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
@@ -135,7 +141,7 @@ def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
     record.forget(MOST_FAILURES + FORGET_S - 1.0)
     assert record.given_up
     record.forget(MOST_FAILURES + FORGET_S)
-    assert not record.given_up and demands_of({KIND: record}, [KIND], [], 0.0)[0].useful
+    assert not record.given_up and demands_of({KIND: record}, [KIND], [], 0.0)[0].wanted == 1
     again = standby(started_s=MOST_FAILURES + FORGET_S)
     record.take_failure(again, again.started_s + 0.5, "it ended")
     assert not record.given_up, "one death is one"

@@ -93,10 +93,6 @@ class Kind:
         values = self.always, self.users, self.environment, self.cpus_stated
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
-    def without_users(self) -> Kind:
-        """Return the kind without the user's modules."""
-        return replace(self, users=())
-
     def source(self) -> Kind | None:
         """Return the kind of the source that is forked for these tasks; `None`: their processes must not be forks."""
         if self.libraries is None:
@@ -346,47 +342,45 @@ class KindRecord:
     kind: Kind
     #: Host memory of one standby in bytes: the kind's estimate until one is measured.
     size_bytes: int
+    #: Modules for the next standby to import: without the user's after an import of theirs failed, or started a
+    #: framework or driver.
+    modules: tuple[str, ...]
     #: Number of standbys in a row that ended without a task, or were unsuitable.
     failures: int = 0
     #: Monotonic seconds of the last failure.
     failed_s: float = float("-inf")
-    #: Reason why no more standbys are started; empty: they are.
-    given_up: str = ""
-    #: An import of the user's modules failed, or started a framework or driver: new standbys omit these modules.
-    without_users: bool = False
     #: Number of the kind's last task start, counted over all kinds; 0: no task of the kind was started.
     last_used: int = 0
     #: Monotonic seconds of that start.
     used_s: float = float("-inf")
 
     @property
-    def modules(self) -> tuple[str, ...]:
-        """Modules for the next standby to import."""
-        made = self.kind.without_users() if self.without_users else self.kind
-        return made.modules
+    def given_up(self) -> bool:
+        """Whether no more standbys are started."""
+        return self.failures >= MOST_FAILURES
 
     def take_imports(self, warmed: Warmed, modules: tuple[str, ...]) -> None:
         """Record a standby's report about its imports (`modules`)."""
         if not warmed.problem:
             if warmed.resident_bytes:
                 self.size_bytes = warmed.resident_bytes
-        elif modules != self.kind.without_users().modules:
+        elif modules != self.kind.always:
             # Compared with this standby's modules, since several standbys may start before the first report.
-            self.without_users = True
+            self.modules = self.kind.always
             logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
         elif not self.given_up:
             # Imports of libraries will fail again.
-            self.given_up, self.failed_s = warmed.problem, float("inf")
+            self.failures, self.failed_s = MOST_FAILURES, float("inf")
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
     def forget(self, now_s: float) -> None:
         """Clear the failures if the last was more than `FORGET_S` seconds ago."""
         if now_s - self.failed_s > FORGET_S:
-            self.failures, self.given_up = 0, ""
+            self.failures = 0
 
     def take_success(self) -> None:
         """Record that a standby has accepted its task, and clear the failures."""
-        self.failures, self.failed_s, self.given_up = 0, float("-inf"), ""
+        self.failures, self.failed_s = 0, float("-inf")
 
     def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
         """Record that a standby ended without a task or is unsuitable, since `why`; return whether that counts."""
@@ -395,8 +389,7 @@ class KindRecord:
             return False
         self.failed_s = now_s
         self.failures += 1
-        if self.failures == MOST_FAILURES:
-            self.given_up = why
+        if self.given_up:
             logger.warning(
                 "no process is started ahead of its task any more for %s: %d in a row ended without a "
                 "task, the last since %s%s",

@@ -355,7 +355,7 @@ class StandbyPool:
             self._changed.notify_all()
 
     def _record(self, kind: Kind) -> KindRecord:
-        return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes))
+        return self._records.setdefault(kind, KindRecord(kind, kind.size_bytes, kind.modules))
 
     def _run(self) -> None:
         while True:

@@ -282,7 +282,7 @@ def both():
     while not pool.ready:
         time.sleep(0.01)
     (record,) = pool._records.values()
-    assert record.without_users and not record.given_up, record
+    assert record.modules == record.kind.always and not record.given_up, record
     waiting = pool.pids
     results.append(work.submit().result())
     assert waiting == (results[1][0],), (waiting, results)

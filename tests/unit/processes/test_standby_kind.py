@@ -28,7 +28,6 @@ def test_the_modules_that_a_standby_imports() -> None:
     assert found.users[0] == kind_bodies.__name__
     assert set(found.users[1:]) == {"json.decoder:JSONDecoder", "colorsys"}
     assert found.modules == found.always + found.users
-    assert found.without_users().modules == found.always
 
 
 def test_a_function_that_travels_by_value_brings_no_module(

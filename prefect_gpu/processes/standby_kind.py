@@ -13,7 +13,6 @@ import enum
 import functools
 import hashlib
 import importlib.util
-import itertools
 import logging
 import os
 import sys
@@ -225,9 +224,6 @@ class Stage(enum.IntEnum):
     ENDING = 2
 
 
-_serials = itertools.count()
-
-
 def read_surroundings() -> object:
     """Return the facts that a fork has from the start of its source and not from the flow, to compare two times.
 
@@ -256,8 +252,6 @@ class Standby:
     spec: WarmSpec
     #: Monotonic seconds of the start.
     started_s: float
-    #: Number in the order of starts.
-    serial: int = field(default_factory=lambda: next(_serials))
     #: `None`: it becomes the process of one task.
     source: ForkSource | None = None
     #: `None`: not started yet.
@@ -313,9 +307,9 @@ def choose_standby(
     Also return the kind's processes that are unsuitable because the parent's environment has changed.
     """
     best: tuple[Standby, Changes] | None = None
-    best_rank: tuple[Any, ...] = ()
     misfits = []
-    for standby in standbys:
+    # A standby that still imports suits as well: a fresh process would begin its imports only now.
+    for standby in sorted(standbys, key=lambda s: (s.ready, len(s.spec.modules), -s.started_s)):
         # A standby must not have imported modules that the task would not import.
         similar = standby.kind.always == kind.always and set(standby.spec.modules) <= set(
             kind.modules
@@ -324,14 +318,10 @@ def choose_standby(
         if standby.stage is Stage.ENDING or not similar or not may_fork:
             continue
         changes = standby.changes_for(kind, environment)
-        if changes is None:
-            if standby.kind == kind:
-                misfits.append(standby)
-            continue
-        # A standby that still imports suits as well: a fresh process would begin its imports only now.
-        rank = standby.ready, len(standby.spec.modules), -standby.serial
-        if best is None or rank > best_rank:
-            best, best_rank = (standby, changes), rank
+        if changes is not None:
+            best = standby, changes
+        elif standby.kind == kind:
+            misfits.append(standby)
     return best, misfits
 
 

@@ -411,7 +411,7 @@ class StandbyPool:
         for kind in plan.ends:
             own = [s for s in self._standbys if s.kind == kind and s.stage is not Stage.ENDING]
             if own:
-                self._end(min(own, key=lambda s: (s.stage, -s.serial)))
+                self._end(min(own, key=lambda s: (s.stage, -s.started_s)))
         if plan.short_of_memory:
             self._hold_until_s = now + SHORTAGE_S
         for kind in plan.starts:

@@ -168,7 +168,7 @@ def test_imports_that_fail_are_not_tried_again(record: KindRecord) -> None:
     [
         pytest.param(standby(), standby(stage=Stage.IMPORTING), id="one that is ready"),
         pytest.param(standby(), standby(modules=("ours",)), id="one that has imported more"),
-        pytest.param(standby(), standby(), id="one that has waited longer"),
+        pytest.param(standby(), standby(started_s=1.0), id="one that has waited longer"),
     ],
 )
 def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Standby) -> None:

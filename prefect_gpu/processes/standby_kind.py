@@ -265,9 +265,8 @@ class Standby:
     was_forked: bool = False
     #: Result of `read_surroundings` at the start.
     surroundings: object = None
-    #: Places in the machine's limits of standbys and of importing standbys; `None`: not counted.
-    place: Hold | None = None
-    import_place: Hold | None = None
+    #: Places in the machine's limits: of importing processes first, then of standbys. Empty: not counted.
+    places: list[Hold] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
@@ -278,16 +277,15 @@ class Standby:
         """Note that the imports have ended, and enter a stage unless the standby is ending already."""
         if self.stage is not Stage.ENDING:
             self.stage = stage
-        if self.import_place is not None:
-            self.import_place.release()
+        for place in self.places[:1]:
+            place.release()
 
     def leave(self) -> None:
         """Release what it holds beside its process, once the standby has a task or a process has ended."""
         if self.source is not None:
             self.source.close()
-        for place in (self.place, self.import_place):
-            if place is not None:
-                place.release()
+        for place in self.places:
+            place.release()
 
     def changes_for(self, kind: Kind, environment: Mapping[str, str]) -> Changes | None:
         """Return the variables to change for a task of a kind and environment; `None`: the standby is unsuitable."""

@@ -450,16 +450,17 @@ class StandbyPool:
         """Take places for a new standby in the machine's limits; return whether it may be started."""
         if self._shared is None:
             return True
+        limits = {"import": self._imports_at_once()}
+        if standby.source is None:
+            limits["standby"] = self._most()
         try:
-            standby.import_place = self._shared.hold_one("import", self._imports_at_once())
-            if standby.source is not None:
-                return standby.import_place is not None
-            if standby.import_place is not None:
-                standby.place = self._shared.hold_one("standby", self._most())
+            for name, most in limits.items():
+                if (place := self._shared.hold_one(name, most)) is None:
+                    return False
+                standby.places.append(place)
         except OSError as error:
             logger.debug("standbys of other processes are not counted: %s", error)
-            return True
-        return standby.place is not None
+        return True
 
     def _most(self) -> int:
         return max((most for most, _ in self._owners.values()), default=0)

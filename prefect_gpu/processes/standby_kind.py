@@ -254,13 +254,12 @@ class Standby:
     started_s: float
     #: `None`: it becomes the process of one task.
     source: ForkSource | None = None
-    #: `None`: not started yet.
-    handle: Handle | None = None
+    #: Set by the start.
+    handle: Handle = field(init=False)
     #: `None`: no process has been reported yet.
     pid: int | None = None
+    #: Still changes after a task was given to the standby, until the standby accepts the task.
     stage: Stage = Stage.IMPORTING
-    #: A task was given to the standby. The stage still changes until the standby accepts the task.
-    given: bool = False
     #: A task's process is or was a fork of this one.
     was_forked: bool = False
     #: Result of `read_surroundings` at the start.

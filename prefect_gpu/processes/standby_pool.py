@@ -196,7 +196,7 @@ class StandbyPool:
             if owner is None or owner in self._owners:
                 self._announced[announcement] = None
                 self._record(kind)
-                self._check_soon()
+                self._wake()
         return announcement
 
     def retract(self, announcement: Announcement) -> None:
@@ -212,10 +212,7 @@ class StandbyPool:
         """See `Announcement.start`. From now on no standby is kept for the task."""
         environment = environment_with(spec.environment)
         process = object()
-
-        def listen(message: Any) -> None:
-            self._pass_on(process, listener, message)
-
+        listen = partial(self._pass_on, process, listener)
         with self._changed:
             self._announced.pop(announcement, None)
             self._running[process] = None
@@ -229,15 +226,15 @@ class StandbyPool:
                     break
                 # It imports already, for all tasks of its kind.
                 self._changed.wait()
+            self._wake()
             if found is not None and source is None:
                 standby, changes = found
                 if standby.ready:
                     # Until the body begins, a new standby would take the task's cores.
                     self._running[process] = kind
-                else:
-                    self._check_soon()
-                return self._give(standby, changes, spec, listen)
-            self._check_soon()
+                self._drop(standby)
+                late = Late(changes, spec.cwd, spec.argv, spec.sys_path)
+                return standby.handle.give(spec, late, listen)
         try:
             fork = None if source is None else partial(self._fork, source, process, kind)
             return self._launcher.start(spec, listen, fork)
@@ -285,30 +282,14 @@ class StandbyPool:
             self._end(standby)
         return kind, found
 
-    def _give(
-        self, standby: Standby, changes: Changes, spec: LaunchSpec, listener: Listener
-    ) -> ChildHandle:
-        assert standby.handle is not None
-        self._standbys.remove(standby)
-        standby.given = True
-        standby.leave()
-        late = Late(changes, spec.cwd, spec.argv, spec.sys_path)
-        return standby.handle.give(spec, late, listener)
-
-    def _check_soon(self) -> None:
-        """Wake the pool's thread, which starts and ends standbys; start the thread if needed."""
-        if self._shut or not self._owners:
-            return
-        if self._thread is None:
+    def _wake(self) -> None:
+        """Wake tasks that wait, and the pool's thread, which starts and ends standbys; start the thread if needed."""
+        if self._thread is None and self._owners:
             try:
                 self._thread = start_thread(self._run, "prefect-gpu-standby")
             except CapacityError as error:
                 # Tasks get fresh processes; the next call tries again.
                 logger.debug("no process is started ahead of its task: %s", error)
-                return
-        self._wake()
-
-    def _wake(self) -> None:
         self._dirty = True
         self._changed.notify_all()
 
@@ -340,12 +321,11 @@ class StandbyPool:
             self._changed.wait(left_s)
         for standby in ending:
             # A fork that hangs at its end keeps its source alive.
-            if standby.handle is not None:
-                standby.handle.kill()
+            standby.handle.kill()
 
     def _end(self, standby: Standby) -> None:
-        # A standby with a task belongs to the task.
-        if standby.stage is not Stage.ENDING and not standby.given and standby.handle is not None:
+        # A standby with a task is not in the list: it belongs to the task.
+        if standby in self._standbys and standby.stage is not Stage.ENDING:
             ready, standby.stage = standby.ready, Stage.ENDING
             if standby.source is not None and ready:
                 standby.source.retire()
@@ -505,7 +485,7 @@ class StandbyPool:
                     if kind is not None and kind.forks:
                         self._record(kind).take_success()
                 if kind is not None:
-                    self._check_soon()
+                    self._wake()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Handle an event or message of a standby, up to its `Accepted`."""
@@ -538,7 +518,6 @@ class StandbyPool:
             self._wake()
 
     def _drop(self, standby: Standby) -> None:
-        # A standby with a task is not in the list.
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -174,8 +174,11 @@ class StandbyPool:
                 return
             self._announced.clear()
             forked = [s for s in self._standbys if s.ready and s.was_forked]
-            forked.sort(key=lambda s: self._record(s.kind).last_used)
-            self._end_all(forked[-MOST_KEPT:])
+            forked.sort(key=lambda s: self._record(s.kind).last_used, reverse=True)
+            kept = forked[: 0 if self._shut else MOST_KEPT]
+            for standby in self._standbys:
+                if standby not in kept:
+                    self._end(standby)
             self._wait_for_ends()
 
     def shut_down(self) -> None:
@@ -183,10 +186,7 @@ class StandbyPool:
         with self._changed:
             self._shut = True
             self._owners.clear()
-            self._announced.clear()
-            self._end_all()
-            self._wake()
-            self._wait_for_ends()
+            self.close(None)
 
     def announce(self, kind: Kind, owner: object = None) -> Announcement:
         """Note that a runner's (`owner`) task of a kind was submitted, so that a process is started; return its launcher."""
@@ -307,11 +307,6 @@ class StandbyPool:
                 self._records[standby.kind] = known[standby.kind]
             self._record(standby.kind).take_success()
 
-    def _end_all(self, but: Collection[Standby] = ()) -> None:
-        for standby in self._standbys:
-            if standby not in but:
-                self._end(standby)
-
     def _wait_for_ends(self) -> None:
         """Wait until the processes that are ending have ended; kill those that take longer than `_ENDING_S` seconds."""
         deadline = time.monotonic() + _ENDING_S
@@ -365,7 +360,8 @@ class StandbyPool:
             self._starved_since_s = (self._starved_since_s or now) if starved else None
             if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
                 self._hold_until_s = now + SHORTAGE_S
-                self._end_all()
+                for standby in self._standbys:
+                    self._end(standby)
             self._end_hung(now)
             announced = [self._kind(a.kind) for a in self._announced]
             for record in self._records.values():

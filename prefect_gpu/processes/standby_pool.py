@@ -408,19 +408,15 @@ class StandbyPool:
             control=None if source is None else source.descriptor,
         )
         standby = Standby(kind, spec, now, source=source, surroundings=read_surroundings())
-        if not self._take_places(standby):
-            standby.leave()
-            return
         try:
-            standby.handle = self._launcher.start(
-                spec, lambda message: self._hear(standby, message)
-            )
+            if self._take_places(standby):
+                standby.handle = self._launcher.start(spec, partial(self._hear, standby))
+                # The standby's messages come on another thread, which waits for the lock.
+                self._standbys.append(standby)
+                return
         except CapacityError as error:
-            standby.leave()
             self._take_refusal(error)
-            return
-        # The standby's messages come on another thread, which waits for the lock.
-        self._standbys.append(standby)
+        standby.leave()
 
     def _take_places(self, standby: Standby) -> bool:
         """Take places for a new standby in the machine's limits; return whether it may be started."""

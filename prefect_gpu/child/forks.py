@@ -20,12 +20,13 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 from prefect_gpu.child import bootstrap, warm_up
-from prefect_gpu.child.exit import end_unfinalised, run_exit_functions
+from prefect_gpu.child import exit as process_exit
+from prefect_gpu.child.random_seeds import RandomSeeds
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
-from prefect_gpu.processes.interpreter import environment_with
 
 #: Libraries whose native threads after an import were shown to serve forks: each starts its threads again in a fork
 #: (OpenBLAS, jemalloc). See docs/start.md for the tests.
@@ -35,21 +36,158 @@ WITH_THREADS = frozenset({"numpy", "scipy", "torch", "sklearn"})
 REHEARSAL_S = 5
 
 
-class ThreadWatch:
-    """Notes which import has started native threads of a library that is not in `WITH_THREADS`."""
+class Source:
+    """This warm process as the source of forks. Made before its imports, which it watches."""
 
-    def __init__(self) -> None:
-        #: The first such import; empty: none.
-        self.found = ""
-        self._threads = _threads()
-        self._roots = _roots()
+    def __init__(self, control: socket.socket) -> None:
+        #: The parent requests forks on it.
+        self._control = control
+        #: Variables, and names of modules, before the imports.
+        self._environment = dict(os.environ)
+        self._loaded = frozenset(sys.modules)
+        #: Files that libraries have opened.
+        self._opened: list[weakref.ref[Any]] = []
+        self._seeds = RandomSeeds()
+        #: First import that has started native threads of a library that is not in `WITH_THREADS`; empty: none.
+        self._threading = ""
+        self._threads, self._roots = _threads(), _roots()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the imports in the `with` block, and write the files that they opened."""
+        with self._seeds.watched():
+            yield
+        # Otherwise each fork would write the buffered output as well.
+        self._opened = process_exit.write_open_files()
+        process_exit.flush_streams()
+        # The flow may ignore it, and then nobody could wait for a fork.
+        self._of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def look(self, entry: str) -> None:
-        """Look at the threads that have come since the last call, in which `entry` was imported."""
+        """Look at threads and generators of random numbers after the import of `entry`."""
         threads, roots = _threads(), _roots()
         if threads > self._threads and WITH_THREADS.isdisjoint(roots - self._roots):
-            self.found = self.found or entry
+            self._threading = self._threading or entry
         self._threads, self._roots = threads, roots
+        self._seeds.look()
+
+    def find_problem(self, entries: Iterable[str]) -> str:
+        """Return why this process must not be forked, although it has touched no device; empty: forking is safe.
+
+        `entries` are the imports (`WarmSpec.modules`).
+        """
+        names = [thread.name for thread in threading.enumerate()]
+        if len(names) > 1:
+            return f"its libraries have started threads ({', '.join(names[1:])})"
+        if self._threading:
+            return f"{self._threading} has started threads that are not known to serve a fork"
+        if not _has_usable_openmp():
+            return (
+                "a fork of it cannot compute in OpenMP's threads, in which a library has computed"
+            )
+        asked = {entry.partition(":")[0].partition(".")[0] for entry in entries}
+        for name, _ in warm_up.users_files():
+            if name not in self._loaded and name.partition(".")[0] not in asked:
+                return f"a library imports {name}, which is no library"
+        return ""
+
+    def serve(self, channel: int) -> int:
+        """Fork for each request of the parent; return the descriptor of the fork's own channel, in the fork.
+
+        A request carries five descriptors, as `_begin` takes them. This process writes text to the socket `reply`: the
+        fork's exit code when the fork has ended, or the reason why the system refused to fork. It ends when the parent
+        closes `channel`, or has closed the control socket and no fork is left.
+        """
+        #: Process id and `reply` descriptor of each living fork, by its pidfd.
+        forks: dict[int, tuple[int, int]] = {}
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(channel, select.POLLIN)
+        retired = False
+        while forks or not retired:
+            for ready, _ in poll.poll():
+                if ready == channel:
+                    os._exit(0)
+                if ready in forks:
+                    pid, reply = forks.pop(ready)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    _reply(reply, str(code))
+                    poll.unregister(ready)
+                    _close((ready, reply))
+                    continue
+                request, received, _, _ = socket.recv_fds(
+                    self._control, 1, 5, socket.MSG_CMSG_CLOEXEC
+                )
+                if not request:
+                    poll.unregister(self._control)
+                    retired = True
+                    continue
+                if len(received) < 5:
+                    # This process has no descriptor left. The parent sees its end of the reply socket close.
+                    _close(received)
+                    continue
+                own, stdout, stderr, reply, content = received
+                try:
+                    pid = _fork()
+                except OSError as error:
+                    _reply(reply, str(error))
+                    _close(received)
+                    continue
+                if pid == 0:
+                    signal.signal(signal.SIGCHLD, self._of_flow)
+                    self._control.close()
+                    for pidfd, (_, other) in forks.items():
+                        _close((pidfd, other))
+                    self._begin(own, stdout, stderr, reply, content)
+                    return own
+                _close((own, stdout, stderr, content))
+                pidfd = os.pidfd_open(pid)
+                forks[pidfd] = pid, reply
+                poll.register(pidfd, select.POLLIN)
+        # Libraries may have made files at their import, which they remove in their exit functions.
+        process_exit.run_exit_functions()
+        return self.end()
+
+    def end(self) -> NoReturn:
+        """End this source, or fork, after its exit functions."""
+        process_exit.end_unfinalised(self._opened)
+
+    def _begin(self, channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
+        """Make this new fork the process of a task, up to the task's `Prepare`. All arguments are descriptors.
+
+        `channel` leads to the parent. `stdout` and `stderr` become the standard streams. The parent waits at the other
+        end of the socket `reply` for this process's id and pidfd. The file `request` has the environment and folder
+        (JSON).
+        """
+        os.setsid()
+        with socket.socket(fileno=reply) as answer:
+            # A pidfd, since the warm process reaps this one. Sent after `setsid`: the parent kills by session.
+            pidfd = os.pidfd_open(os.getpid())
+            socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
+            os.close(pidfd)
+        for number, descriptor in ((1, stdout), (2, stderr)):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        with open(request, "rb") as file:
+            # The parent shares the file's offset and has written to the end.
+            file.seek(0)
+            wanted = json.load(file)
+        environment: dict[str, str] = wanted["environment"]
+        _show_token(environment.get(TOKEN_VARIABLE, ""))
+        # Other variables stay: a library may have set them at its import.
+        changed = dict(environment.items() ^ self._environment.items())
+        warm_up.set_variables({name: environment.get(name) for name in changed})
+        # The warm process has the umask, affinity and limits that the parent had when it started.
+        warm_up.follow(wanted["parent"])
+        if wanted["cwd"]:
+            os.chdir(wanted["cwd"])
+        self._seeds.renew()
+        _keep_shared_files()
+        boot = bootstrap.read_boot(channel)
+        warm_up.set_paths(tuple(boot["sys_path"]))
+        # Folders and archives may have changed since the imports.
+        importlib.invalidate_caches()
+        sys.argv[:] = boot["argv"]
 
 
 def _threads() -> int:
@@ -58,18 +196,6 @@ def _threads() -> int:
 
 def _roots() -> set[str]:
     return {name.partition(".")[0] for name in tuple(sys.modules)}
-
-
-def find_problem(watch: ThreadWatch) -> str:
-    """Return why this process must not be forked, although it has touched no device; empty: forking is safe."""
-    names = [thread.name for thread in threading.enumerate()]
-    if len(names) > 1:
-        return f"its libraries have started threads ({', '.join(names[1:])})"
-    if watch.found:
-        return f"{watch.found} has started threads that are not known to serve a fork"
-    if not _has_usable_openmp():
-        return "a fork of it cannot compute in OpenMP's threads, in which a library has computed"
-    return ""
 
 
 def _has_usable_openmp() -> bool:
@@ -81,8 +207,6 @@ def _has_usable_openmp() -> bool:
         places = {line.split(maxsplit=5)[-1].strip() for line in maps if "/libgomp" in line}
     if not places:
         return True
-    # The flow may ignore it, and then nobody could wait for the fork.
-    of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         pid = _fork()
         if pid == 0:
@@ -99,66 +223,6 @@ def _has_usable_openmp() -> bool:
     except OSError:
         # The system refuses to fork.
         return False
-    finally:
-        signal.signal(signal.SIGCHLD, of_flow)
-
-
-def serve(control: socket.socket, channel: int) -> int:
-    """Fork for each request of the parent on `control`; return the descriptor of the fork's own channel, in the fork.
-
-    A request carries five descriptors, as `begin` takes them. This process writes text to the socket `reply`: the fork's
-    exit code when the fork has ended, or the reason why the system refused to fork. It ends when the parent closes
-    `channel`, or has closed `control` and no fork is left.
-    """
-    #: Process id and `reply` descriptor of each living fork, by its pidfd.
-    forks: dict[int, tuple[int, int]] = {}
-    # The flow may ignore it, and then nobody could wait for a fork.
-    of_flow = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(channel, select.POLLIN)
-    retired = False
-    while forks or not retired:
-        for ready, _ in poll.poll():
-            if ready == channel:
-                os._exit(0)
-            if ready in forks:
-                pid, reply = forks.pop(ready)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                _reply(reply, str(code))
-                poll.unregister(ready)
-                _close((ready, reply))
-                continue
-            request, received, _, _ = socket.recv_fds(control, 1, 5, socket.MSG_CMSG_CLOEXEC)
-            if not request:
-                poll.unregister(control)
-                retired = True
-                continue
-            if len(received) < 5:
-                # This process has no descriptor left. The parent sees its end of the reply socket close.
-                _close(received)
-                continue
-            own, stdout, stderr, reply, content = received
-            try:
-                pid = _fork()
-            except OSError as error:
-                _reply(reply, str(error))
-                _close(received)
-                continue
-            if pid == 0:
-                signal.signal(signal.SIGCHLD, of_flow)
-                control.close()
-                for pidfd, (_, other) in forks.items():
-                    _close((pidfd, other))
-                begin(own, stdout, stderr, reply, content)
-                return own
-            _close((own, stdout, stderr, content))
-            pidfd = os.pidfd_open(pid)
-            forks[pidfd] = pid, reply
-            poll.register(pidfd, select.POLLIN)
-    # Libraries may have made files at their import, which they remove in their exit functions.
-    run_exit_functions()
-    return end_unfinalised(warm_up.origin().opened)
 
 
 def _fork() -> int:
@@ -166,40 +230,6 @@ def _fork() -> int:
         # Python 3.12 warns of any native thread; those here serve forks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
-
-
-def begin(channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
-    """Make this new fork the process of a task, up to the task's `Prepare`. All arguments are descriptors.
-
-    `channel` leads to the parent. `stdout` and `stderr` become the standard streams. The parent waits at the other end
-    of the socket `reply` for this process's id and pidfd. The file `request` has the environment and folder (JSON).
-    """
-    os.setsid()
-    with socket.socket(fileno=reply) as answer:
-        # A pidfd, since the warm process reaps this one. Sent after `setsid`: the parent kills by session.
-        pidfd = os.pidfd_open(os.getpid())
-        socket.send_fds(answer, [str(os.getpid()).encode()], [pidfd])
-        os.close(pidfd)
-    for number, descriptor in ((1, stdout), (2, stderr)):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    with open(request, "rb") as file:
-        # The parent shares the file's offset and has written to the end.
-        file.seek(0)
-        wanted = json.load(file)
-    _show_token(os.environ.get(TOKEN_VARIABLE, ""), wanted["environment"].get(TOKEN_VARIABLE, ""))
-    set_environment(wanted["environment"])
-    # The warm process has the umask, affinity and limits that the parent had when it started.
-    warm_up.follow(wanted["parent"])
-    if wanted["cwd"]:
-        os.chdir(wanted["cwd"])
-    warm_up.origin().seeds.renew()
-    _keep_shared_files()
-    boot = bootstrap.read_boot(channel)
-    warm_up.set_paths(tuple(boot["sys_path"]))
-    # Folders and archives may have changed since the imports.
-    importlib.invalidate_caches()
-    sys.argv[:] = boot["argv"]
 
 
 def _keep_shared_files() -> None:
@@ -211,19 +241,9 @@ def _keep_shared_files() -> None:
         finalizer.atexit = False
 
 
-def set_environment(wanted: dict[str, str]) -> None:
-    """Set a task's environment, with the changes that libraries made at their import to variables that are still the same."""
-    before = warm_up.origin().environment
-    made = {
-        n: os.environ.get(n) for n in {*before, *os.environ} if before.get(n) != os.environ.get(n)
-    }
-    kept = {n: value for n, value in made.items() if wanted.get(n) == before.get(n)}
-    os.environ.clear()
-    os.environ.update(environment_with(kept, wanted))
-
-
-def _show_token(old: str, new: str) -> None:
+def _show_token(new: str) -> None:
     """Write this fork's token over the warm process's in `/proc/PID/environ`, where the guardian looks for it."""
+    old = os.environ.get(TOKEN_VARIABLE, "")
     # `/proc` shows the memory in which the kernel put the environment at the start of the program: proc(5), environ.
     if not old or len(old) != len(new):
         return

@@ -57,17 +57,17 @@ def main(descriptor: int, warm: list[str] | None = None, control: int | None = N
     interrupts = _Interrupts()
     channel = Channel(descriptor)
     late_prefect = LatePrefect()
-    forked = control is not None
+    source = None if control is None else forks.Source(socket.socket(fileno=control))
     try:
         if warm is not None:
-            done = warm_up.warm_up(warm, forked)
+            done = warm_up.warm_up(warm, source)
             channel.send(done)
             if done.problem:
                 sys.stdout.flush()
                 os._exit(0)
-        if control is not None:
+        if source is not None:
             # A fork has closed its copy of the warm process's channel.
-            channel = Channel(forks.serve(socket.socket(fileno=control), descriptor))
+            channel = Channel(source.serve(descriptor))
         prepare = channel.receive()
         if not isinstance(prepare, Prepare):
             raise ProtocolError(f"the parent sent {prepare!r} where a task was expected")
@@ -88,8 +88,8 @@ def main(descriptor: int, warm: list[str] | None = None, control: int | None = N
         os._exit(1)
     process_exit.run_exit_functions()
     process_exit.finalise_users_modules()
-    if forked:
-        process_exit.end_unfinalised(warm_up.origin().opened)
+    if source is not None:
+        source.end()
 
 
 class _Interrupts:

@@ -12,14 +12,11 @@ import itertools
 import os
 import sys
 import time
-import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect_gpu import in_task as inside
-from prefect_gpu.child import exit as process_exit
-from prefect_gpu.child.random_seeds import RandomSeeds
 from prefect_gpu.devices import cuda_driver
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
@@ -28,7 +25,7 @@ from prefect_gpu.processes.interpreter import working_folder
 from prefect_gpu.processes.messages import Late, Warmed
 
 if TYPE_CHECKING:
-    from prefect_gpu.child.forks import ThreadWatch
+    from prefect_gpu.child.forks import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,64 +40,41 @@ class _Origin:
     cwd: str
     #: Names and files of the user's modules that were imported.
     files: frozenset[tuple[str, str]]
-    #: Variables before the imports.
-    environment: Mapping[str, str]
-    #: Files that libraries have opened, of a process that is forked.
-    opened: Sequence[weakref.ref[Any]]
-    #: Generators of random numbers, of a process that is forked.
-    seeds: RandomSeeds
 
 
 _origin: _Origin
 
 
-def origin() -> _Origin:
-    """Return the state of this warm process, or of the one that it is a fork of, at its imports."""
-    return _origin
-
-
-def warm_up(entries: Iterable[str], forks: bool) -> Warmed:
-    """Import modules (`WarmSpec.modules`), and return the report for the parent; `forks`: the process is to be forked."""
+def warm_up(entries: Iterable[str], source: Source | None = None) -> Warmed:
+    """Import modules (`WarmSpec.modules`), and return the report for the parent; `source`: the process is to be forked."""
     global _origin
-    # Imported late: it imports this module.
-    from prefect_gpu.child.forks import ThreadWatch, find_problem
-
-    entries, loaded = tuple(entries), frozenset(sys.modules)
+    entries = tuple(entries)
     began_ns, sys_path, cwd = time.time_ns(), tuple(sys.path), working_folder()
-    environment, opened = dict(os.environ), list[weakref.ref[Any]]()
-    seeds = RandomSeeds()
     # A fork imports the user's modules itself: what they open, draw at random or start belongs to one task.
-    libraries = entries if forks else tuple(itertools.takewhile(_is_library, entries))
-    watch = ThreadWatch() if forks else None
+    libraries = entries if source is not None else tuple(itertools.takewhile(_is_library, entries))
     with inside.before_the_task() as asked:
-        with seeds.watched() if forks else contextlib.nullcontext():
-            failed = import_all(libraries, watch, seeds if forks else None)
-        if forks:
-            # Otherwise each fork would write the buffered output as well.
-            opened = process_exit.write_open_files()
-            process_exit.flush_streams()
+        with contextlib.nullcontext() if source is None else source.watched():
+            failed = import_all(libraries, source)
         # Finalising libraries takes most of a second with PyTorch. The user's objects may hold files open.
         gc.freeze()
-        failed |= import_all(entries[len(libraries) :])
+        failed += import_all(entries[len(libraries) :])
     # Otherwise this collection of the objects of the user's imports would fall into the body's time.
     gc.collect()
     started = find_started()
-    if watch is not None:
-        started = started or find_problem(watch) or _find_users(entries, loaded)
+    if source is not None:
+        started = started or source.find_problem(entries)
     if asked:
         started = started or "a module asked current_allocation() as it was imported"
     # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
-    files = frozenset(_users_files() if has_users else ())
-    _origin = _Origin(began_ns, sys_path, cwd, files, environment, opened, seeds)
+    files = frozenset(users_files() if has_users else ())
+    _origin = _Origin(began_ns, sys_path, cwd, files)
     return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
 
 
-def import_all(
-    entries: Iterable[str], watch: ThreadWatch | None = None, seeds: RandomSeeds | None = None
-) -> dict[str, str]:
-    """Import modules (as in `WarmSpec.modules`), and return the reason of each failure by entry."""
-    failed = {}
+def import_all(entries: Iterable[str], source: Source | None = None) -> list[str]:
+    """Import modules (as in `WarmSpec.modules`), and return the entries that failed."""
+    failed = []
     for entry in entries:
         module, _, names = entry.partition(":")
         try:
@@ -108,13 +82,11 @@ def import_all(
             __import__(module, fromlist=names.split(",") if names else ())
             if module == "prefect_gpu.child.prefect_context":
                 sys.modules[module].rehearse()
-        except BaseException as error:
+        except BaseException:
             # The task's fresh process imports the module again, and the body gets the exception there.
-            failed[entry] = f"{type(error).__name__}: {error}"
-        if watch is not None:
-            watch.look(entry)
-        if seeds is not None:
-            seeds.look()
+            failed.append(entry)
+        if source is not None:
+            source.look(entry)
     return failed
 
 
@@ -142,7 +114,7 @@ def become_task_process(late: Late) -> None:
     """
     _check_modules(late)
     follow(os.getppid())
-    _set_variables(late.environment)
+    set_variables(late.environment)
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
@@ -167,30 +139,19 @@ def _check_modules(late: Late) -> None:
         raise ImportError("modules are found elsewhere by now")
     if late.cwd and late.cwd != origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
-    for name, path in origin.files.union(_users_files()):
+    for name, path in origin.files.union(users_files()):
         # Raises for a missing file, which a process started now would not find.
         if os.stat(path).st_mtime_ns >= origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
 
-def _users_files() -> Iterator[tuple[str, str]]:
+def users_files() -> Iterator[tuple[str, str]]:
     """Yield the name and the file of each loaded module of the user's."""
     for name in tuple(sys.modules):
         path = look_at(name, "__file__")
         # Some modules name a file that never existed.
         if isinstance(path, str) and registry.is_users(name) and os.path.exists(path):
             yield name, path
-
-
-def _find_users(entries: Iterable[str], loaded: Collection[str]) -> str:
-    """Return, as text, that a library among `entries` has imported a module of the user's; empty: no library has.
-
-    `loaded` are the names of the modules that this process had before.
-    """
-    roots = {entry.partition(":")[0].partition(".")[0] for entry in entries}
-    users = (name for name, _ in _users_files() if name not in loaded)
-    name = next((name for name in users if name.partition(".")[0] not in roots), "")
-    return f"a library imports {name}, which is no library" if name else ""
 
 
 def _is_library(entry: str) -> bool:
@@ -216,7 +177,8 @@ def follow(parent: int) -> None:
                 resource.setrlimit(limit, resource.prlimit(parent, limit))
 
 
-def _set_variables(changes: Mapping[str, str | None]) -> None:
+def set_variables(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process, or remove those whose change is `None`."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -97,7 +97,7 @@ from prefect_gpu.child import warm_up
 before = [{os.fspath(tmp_path)!r}, *sys.path]
 sys.path[:] = before
 warm_up.registry.is_users = lambda module: False
-assert not warm_up.warm_up(["adds_to_path"], False).failed
+assert not warm_up.warm_up(["adds_to_path"]).failed
 warm_up.become_task_process(messages.Late({{}}, "", (), ("/new", *before)))
 assert sys.path == ["/new", *before, "/added"], sys.path
 """

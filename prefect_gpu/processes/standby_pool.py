@@ -131,7 +131,7 @@ class StandbyPool:
         self._owners: dict[object, tuple[int, HostMemory]] = {}
         self._announced: dict[Announcement, None] = {}
         self._shared: SharedFolder | None = None
-        #: All standbys without a task.
+        #: All standbys without a task. A standby with a task belongs to the task.
         self._standbys: list[Standby] = []
         #: Processes of tasks, each with its kind if the process was a standby and the body has not begun, else `None`.
         self._running: dict[object, Kind | None] = {}
@@ -319,8 +319,7 @@ class StandbyPool:
             standby.handle.kill()
 
     def _end(self, standby: Standby) -> None:
-        # A standby with a task is not in the list: it belongs to the task.
-        if standby in self._standbys and standby.stage is not Stage.ENDING:
+        if standby.stage is not Stage.ENDING:
             ready, standby.stage = standby.ready, Stage.ENDING
             if standby.source is not None and ready:
                 standby.source.retire()
@@ -482,7 +481,7 @@ class StandbyPool:
     def _hear(self, standby: Standby, message: Any) -> None:
         """Handle an event or message of a standby, up to its `Accepted`."""
         with self._changed:
-            record, now = self._record(standby.kind), time.monotonic()
+            record = self._record(standby.kind)
             if isinstance(message, Accepted):
                 # Only now a success: a standby may also die when it gets a task.
                 record.take_success()
@@ -496,16 +495,13 @@ class StandbyPool:
                 standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, ChildRefused):
+                # If it has a process, the launcher kills it: `ChildExited` will come.
                 if standby.pid is None:
-                    # Without a process, no `ChildExited` will come.
                     self._take_refusal(message.error)
                     self._drop(standby)
-                else:
-                    record.take_failure(standby, now, str(message.error))
-                    self._end(standby)
             elif isinstance(message, ChildExited):
                 if standby.stage is not Stage.ENDING:
-                    self._take_end(standby, message, now)
+                    self._take_end(standby, message)
                 self._drop(standby)
             self._wake()
 
@@ -514,12 +510,14 @@ class StandbyPool:
             self._standbys.remove(standby)
             standby.leave()
 
-    def _take_end(self, standby: Standby, message: ChildExited, now: float) -> None:
+    def _take_end(self, standby: Standby, message: ChildExited) -> None:
         """Record the end of a standby that the pool did not kill."""
-        unsuited, why = message.code == UNSUITED_CODE, f"it ended with {message.code}"
+        unsuited = message.code == UNSUITED_CODE
+        why = message.killed_because or f"it ended with {message.code}"
         if unsuited:
             why = "files of modules, sys.path or the working folder had changed after its imports"
-        counts = self._record(standby.kind).take_failure(standby, now, why, message.stderr_tail)
+        now, tail = time.monotonic(), message.stderr_tail
+        counts = self._record(standby.kind).take_failure(standby, now, why, tail)
         if unsuited and counts:
             # Other standbys of the kind have imported the same outdated modules.
             for other in self._standbys:

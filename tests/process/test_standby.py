@@ -318,6 +318,26 @@ def test_a_kind_whose_standbys_die_is_given_up_with_one_warning(
     assert warm.run(announced, spec_of(bodies.add, 1)).value() == 1
 
 
+def test_a_kind_whose_standbys_send_what_is_no_message_is_given_up_with_the_reason(
+    warm: Warm, importable: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module(
+        importable,
+        "test_standby_garbles",
+        """
+import os
+
+for descriptor in map(int, os.listdir("/proc/self/fd")):
+    if os.path.realpath(f"/proc/self/fd/{descriptor}").partition("/socket:")[1]:
+        os.write(descriptor, bytes([255]) * 64)
+""",
+    )
+    warm.announce(kind := kind_with("test_standby_garbles"))
+    assert eventually(lambda: "it sent what cannot be received" in caplog.text)
+    assert warm.pool._record(kind).given_up
+    assert eventually(lambda: warm.pool.pids == ())
+
+
 def test_a_standby_that_imports_for_too_long_is_ended(
     warm: Warm,
     importable: str,

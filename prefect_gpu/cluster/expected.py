@@ -6,7 +6,6 @@ how many standbys it keeps, as on one machine.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -127,7 +126,7 @@ class NodeStandbys:
     def _announce(self, expected: Expect) -> Announcement:
         here = self._here.get(expected.kind)
         if here is None:
-            changes = standby_changes(expected.policy, os.environ)
+            changes = standby_changes(expected.policy)
             here = self._here[expected.kind] = replace(expected.kind, environment=changes)
         return self._pool.announce(here)
 

@@ -101,11 +101,9 @@ class Kind:
     def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of a standby, from the environment of its parent."""
         environment = dict(parent)
-        for name in self.always:
-            adapter = registry.ADAPTERS.get(name)
-            if adapter is not None:
-                ahead = {**adapter.default_environment, **adapter.standby_environment()}
-                environment = {**ahead, **environment}
+        for adapter in filter(None, map(registry.ADAPTERS.get, self.always)):
+            ahead = {**adapter.default_environment, **adapter.standby_environment()}
+            environment = {**ahead, **environment}
         cpus = dict.fromkeys(CPU_VARIABLES, str(self.cpus))
         return environment_with({**cpus, **dict(self.environment)}, environment)
 
@@ -115,17 +113,15 @@ def kind_of(
     policy: FrameworkPolicy,
     *,
     size_bytes: int,
-    environ: Mapping[str, str] | None = None,
     with_prefect: bool = True,
     forks: bool = False,
 ) -> Kind:
     """Return the kind of standby that suits a task with the function `fn`.
 
     `policy` is the task's policy before placement, without devices and budget. `size_bytes` estimates the host memory
-    of a standby. `environ` is the parent's environment (`None`: this process's). With `with_prefect`, the task uses
-    Prefect for certain; otherwise its modules may still import Prefect. `forks`: the task's process may be a fork.
+    of a standby. With `with_prefect`, the task uses Prefect for certain; otherwise its modules may still import
+    Prefect. `forks`: the task's process may be a fork.
     """
-    environ = os.environ if environ is None else environ
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
     if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
         # Branches of the task use one framework each, and the imports of all would count as host memory.
@@ -137,7 +133,7 @@ def kind_of(
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
         users=tuple(users),
-        environment=standby_changes(policy, environ),
+        environment=standby_changes(policy),
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
@@ -145,11 +141,9 @@ def kind_of(
     )
 
 
-def standby_changes(
-    policy: FrameworkPolicy, environ: Mapping[str, str]
-) -> tuple[tuple[str, str | None], ...]:
-    """Return the variables in which a standby differs from its parent, for `Kind.environment`."""
-    changes = child_environment(policy, registry.adapters_for(policy), environ)
+def standby_changes(policy: FrameworkPolicy) -> tuple[tuple[str, str | None], ...]:
+    """Return the variables in which a standby differs from this process, for `Kind.environment`."""
+    changes = child_environment(policy, registry.adapters_for(policy), os.environ)
     if policy.device_kind == "nvml":
         # The device is not known yet, and modules that see no device would choose the CPU.
         del changes["CUDA_VISIBLE_DEVICES"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from dataclasses import replace
@@ -17,8 +18,10 @@ NVML = FrameworkPolicy("nvml", (), (), (), cpus=3, frameworks=("torch",))
 
 
 def kind(fn: Any, policy: FrameworkPolicy = NVML, **changes: Any) -> Any:
-    given: dict[str, Any] = {"size_bytes": 1, "environ": {}}
-    return kind_of(fn, policy, **{**given, **changes})
+    with pytest.MonkeyPatch.context() as patch:
+        kept = {n: v for n, v in os.environ.items() if n == "KERAS_BACKEND"}
+        patch.setattr(os, "environ", kept)
+        return kind_of(fn, policy, **{"size_bytes": 1, **changes})
 
 
 def test_the_modules_that_a_standby_imports() -> None:

@@ -254,8 +254,6 @@ class Standby:
     pid: int | None = None
     #: Still changes after a task was given to the standby, until the standby accepts the task.
     stage: Stage = Stage.IMPORTING
-    #: A task's process is or was a fork of this one.
-    was_forked: bool = False
     #: Result of `read_surroundings` at the start.
     surroundings: object = None
     #: Places in the machine's limits: of importing processes first, then of standbys. Empty: not counted.

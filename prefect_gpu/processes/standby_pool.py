@@ -173,9 +173,10 @@ class StandbyPool:
             if self._owners:
                 return
             self._announced.clear()
-            forked = [s for s in self._standbys if s.ready and s.was_forked]
-            forked.sort(key=lambda s: self._record(s.kind).last_used, reverse=True)
-            kept = forked[: 0 if self._shut else MOST_KEPT]
+            used = [s for s in self._standbys if s.ready and self._record(s.kind).last_used]
+            sources = [s for s in used if s.source is not None]
+            sources.sort(key=lambda s: self._record(s.kind).last_used, reverse=True)
+            kept = sources[: 0 if self._shut else MOST_KEPT]
             for standby in self._standbys:
                 if standby not in kept:
                     self._end(standby)
@@ -455,8 +456,6 @@ class StandbyPool:
         with self._changed:
             # After the fork: if it fails, the task gets a fresh process, whose success is not the source's.
             self._running[process] = self._forked[process] = kind
-            for standby in self._standbys:
-                standby.was_forked |= standby.source is source
         return forked
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:

@@ -264,13 +264,6 @@ class Standby:
         """Whether all modules are imported, so that a task can begin at once."""
         return self.stage is Stage.WAITING
 
-    def enter(self, stage: Stage) -> None:
-        """Note that the imports have ended, and enter a stage unless the standby is ending already."""
-        if self.stage is not Stage.ENDING:
-            self.stage = stage
-        for place in self.places[:1]:
-            place.release()
-
     def leave(self) -> None:
         """Release what it holds beside its process, once the standby has a task or a process has ended."""
         if self.source is not None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -81,22 +82,22 @@ MOST_KEPT = 2
 _ENDING_S = 2.0
 
 
+@dataclass(frozen=True, eq=False)
 class Announcement:
     """`Launcher` of a submitted task, for which the pool keeps a process until the first `start`, or `retract`."""
 
-    def __init__(self, pool: StandbyPool, kind: Kind, owner: object) -> None:
-        self._pool = pool
-        self.kind = kind
-        #: The runner; once it is closed, nothing is waited for. `None`: not known.
-        self.owner = owner
+    pool: StandbyPool
+    kind: Kind
+    #: The runner; once it is closed, nothing is waited for. `None`: not known.
+    owner: object
 
     def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
         """Fork a suitable process for the task, or give a standby to it, or start a process. May wait for imports."""
-        return self._pool.start(self, spec, listener)
+        return self.pool.start(self, spec, listener)
 
     def retract(self) -> None:
         """Keep no standby for the task any longer; no effect once the task has had a process."""
-        self._pool.retract(self)
+        self.pool.retract(self)
 
 
 class StandbyPool:
@@ -118,8 +119,7 @@ class StandbyPool:
 
     def _forget(self) -> None:
         for standby in self._standbys:
-            if standby.source is not None:
-                standby.source.close()
+            standby.leave()
         self._reset()
 
     def _reset(self) -> None:
@@ -302,10 +302,9 @@ class StandbyPool:
             changes = standby.changes_for(standby.kind, environment)
             if changes is None or standby.surroundings != surroundings:
                 self._end(standby)
-        known, self._records = self._records, {}
+        kept = {standby.kind for standby in self._standbys if standby.ready}
+        self._records = {k: record for k, record in self._records.items() if k in kept}
         for standby in self._standbys:
-            if standby.ready:
-                self._records[standby.kind] = known[standby.kind]
             self._record(standby.kind).take_success()
 
     def _wait_for_ends(self) -> None:
@@ -491,7 +490,10 @@ class StandbyPool:
                     standby.source.started(message.pid)
             elif isinstance(message, Warmed):
                 # With a problem the standby ends by itself, and its task gets a fresh process.
-                standby.enter(Stage.ENDING if message.problem else Stage.WAITING)
+                if standby.stage is not Stage.ENDING:
+                    standby.stage = Stage.ENDING if message.problem else Stage.WAITING
+                for place in standby.places[:1]:
+                    place.release()
                 record.take_imports(message, standby.spec.modules)
             elif isinstance(message, ChildRefused):
                 # If it has a process, the launcher kills it: `ChildExited` will come.

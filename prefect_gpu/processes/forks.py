@@ -98,17 +98,13 @@ class ForkSource:
                 theirs.close()
                 self._wait_for_answer(reply)
                 said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)
-                if not said:
-                    self._control.settimeout(0)
-                    with contextlib.suppress(BlockingIOError):
-                        if not self._control.recv(1):
-                            raise BrokenPipeError(errno.EPIPE, "its process ended")
             except OSError as error:
                 if not self.problem:
                     self._give_up(f"it did not fork ({type(error).__name__}: {error})")
                 raise OSError(errno.EPIPE, f"no fork: {error}") from error
             if not received:
-                # The system refused to fork, or has no descriptor left. Later forks may succeed.
+                # The system refused to fork or has no descriptor left, and later forks may succeed. Or the process has
+                # ended, which the pool learns as well.
                 raise OSError(errno.EAGAIN, f"no fork: {said.decode() or 'no answer'}")
             ours.pop_all()
         return ForkedProcess(self, int(said), received[0], reply, *streams)

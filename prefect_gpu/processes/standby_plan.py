@@ -53,12 +53,12 @@ def most_by_default(cores: int, max_processes: int) -> int:
 
 
 def plan_standbys(
-    demands: Sequence[KindDemand], left_bytes: int, most: int, imports: int
+    demands: Sequence[KindDemand], left_bytes: float, most: int, imports: int
 ) -> StandbyPlan:
     """Return the processes to start and to end. `demands` has all wanted and existing kinds, most urgent first.
 
-    `left_bytes` is the host memory for new processes. At most `most` standbys exist, and `imports` processes import at a
-    time.
+    `left_bytes` is the host memory for new processes. If it is negative, processes end. At most `most` standbys exist,
+    and `imports` processes import at a time.
     """
     targets = _targets(demands, most)
     missing = {d.kind: targets[d.kind] - d.existing for d in demands}

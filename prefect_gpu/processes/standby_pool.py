@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import math
 import os
 import sys
 import threading
@@ -139,8 +140,8 @@ class StandbyPool:
         self._forked: dict[object, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
-        #: Monotonic seconds since which tasks wait for host memory; `None`: no task waits.
-        self._starved_since_s: float | None = None
+        #: Monotonic seconds since which tasks wait for host memory; infinite: no task waits.
+        self._starved_since_s = math.inf
         #: Monotonic seconds until which no standby is started.
         self._hold_until_s = 0.0
 
@@ -349,18 +350,15 @@ class StandbyPool:
 
     def _check(self, brokers: set[HostMemory]) -> None:
         """Start and end standbys, as planned from demand, host memory and cores."""
-        left_bytes = self._read_available() - RESERVE_BYTES
+        left_bytes: float = self._read_available() - RESERVE_BYTES
         left_bytes -= sum(broker.host_promised_bytes for broker in brokers)
         starved = any(broker.wants_host_memory for broker in brokers)
         now = time.monotonic()
         with self._changed:
-            if self._shut:
-                return
-            self._starved_since_s = (self._starved_since_s or now) if starved else None
-            if self._starved_since_s is not None and now - self._starved_since_s >= PATIENCE_S:
+            self._starved_since_s = min(self._starved_since_s, now) if starved else math.inf
+            if now - self._starved_since_s >= PATIENCE_S:
+                left_bytes = -math.inf
                 self._hold_until_s = now + SHORTAGE_S
-                for standby in self._standbys:
-                    self._end(standby)
             self._end_hung(now)
             announced = [self._kind(a.kind) for a in self._announced]
             for record in self._records.values():
@@ -385,8 +383,7 @@ class StandbyPool:
     def _carry_out(self, plan: StandbyPlan, now: float) -> None:
         for kind in plan.ends:
             own = [s for s in self._standbys if s.kind == kind and s.stage is not Stage.ENDING]
-            if own:
-                self._end(min(own, key=lambda s: (s.stage, -s.started_s)))
+            self._end(min(own, key=lambda s: (s.stage, -s.started_s)))
         if plan.short_of_memory:
             self._hold_until_s = now + SHORTAGE_S
         for kind in plan.starts:

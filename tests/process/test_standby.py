@@ -452,6 +452,19 @@ def test_standbys_end_for_a_task_that_waits_for_host_memory(warm: Warm) -> None:
     assert eventually(lambda: not is_alive(waited) and warm.pool.pids == ())
 
 
+def test_no_standby_starts_for_some_seconds_after_a_task_has_waited_for_host_memory(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value_s in (("CHECK_S", 0.01), ("SHORTAGE_S", DEADLOCK_S), ("PATIENCE_S", 0.0)):
+        monkeypatch.setattr(standby, name, value_s)
+    warm.broker.wants_host_memory = True
+    warm.announce()
+    warm.wait_checks()
+    warm.broker.wants_host_memory = False
+    warm.wait_checks()
+    assert warm.pool.pids == ()
+
+
 def test_a_task_that_is_retracted_leaves_no_standby(warm: Warm) -> None:
     announced = warm.announce()
     (waited,) = warm.wait_ready()

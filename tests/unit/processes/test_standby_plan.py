@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,10 @@ KEPT = demand(wanted=1, spare=True, ready=1)
             [demand(wanted=1, ready=1), demand("b", wanted=1, ready=1)],
             *("", "b", {"left_bytes": -GIB}, True),
         ),
+        "a task waits for host memory, so all end": (
+            [demand(wanted=2, ready=2), demand("b", spare=True, ready=1, forks=True)],
+            *("", "baa", {"left_bytes": -math.inf}, True),
+        ),
         "one that exists is not replaced by another that is as much wanted": (
             *([demand(wanted=1, ready=1), demand("b", wanted=1)], "", "", {"most": 1}),
         ),
@@ -82,7 +87,7 @@ KEPT = demand(wanted=1, spare=True, ready=1)
     *("", "", {}, False),
 )
 def test_plan(
-    demands: list[KindDemand], starts: str, ends: str, limits: dict[str, int], short: bool
+    demands: list[KindDemand], starts: str, ends: str, limits: dict[str, Any], short: bool
 ) -> None:
     plan = plan_standbys(demands, **{**LIMITS, **limits})
     assert plan == StandbyPlan(tuple(starts), tuple(ends), short)

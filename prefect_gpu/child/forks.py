@@ -27,6 +27,7 @@ from prefect_gpu.child import bootstrap, warm_up
 from prefect_gpu.child import exit as process_exit
 from prefect_gpu.child.random_seeds import RandomSeeds
 from prefect_gpu.processes.guardian import TOKEN_VARIABLE
+from prefect_gpu.processes.messages import Late
 
 #: Libraries whose native threads after an import were shown to serve forks: each starts its threads again in a fork
 #: (OpenBLAS, jemalloc). See docs/start.md for the tests.
@@ -50,7 +51,7 @@ class Source:
         self._seeds = RandomSeeds()
         #: First import that has started native threads of a library that is not in `WITH_THREADS`; empty: none.
         self._threading = ""
-        self._threads, self._roots = _threads(), _roots()
+        self._threads, self._roots = _threads_and_roots()
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -65,7 +66,7 @@ class Source:
 
     def look(self, entry: str) -> None:
         """Look at threads and generators of random numbers after the import of `entry`."""
-        threads, roots = _threads(), _roots()
+        threads, roots = _threads_and_roots()
         if threads > self._threads and WITH_THREADS.isdisjoint(roots - self._roots):
             self._threading = self._threading or entry
         self._threads, self._roots = threads, roots
@@ -174,28 +175,22 @@ class Source:
             wanted = json.load(file)
         environment: dict[str, str] = wanted["environment"]
         _show_token(environment.get(TOKEN_VARIABLE, ""))
-        # Other variables stay: a library may have set them at its import.
-        changed = dict(environment.items() ^ self._environment.items())
-        warm_up.set_variables({name: environment.get(name) for name in changed})
-        # The warm process has the umask, affinity and limits that the parent had when it started.
-        warm_up.follow(wanted["parent"])
-        if wanted["cwd"]:
-            os.chdir(wanted["cwd"])
         self._seeds.renew()
         _keep_shared_files()
         boot = bootstrap.read_boot(channel)
-        warm_up.set_paths(tuple(boot["sys_path"]))
+        # Other variables stay: a library may have set them at its import.
+        changed = dict(environment.items() ^ self._environment.items())
+        changes = {name: environment.get(name) for name in changed}
+        late = Late(changes, wanted["cwd"], tuple(boot["argv"]), tuple(boot["sys_path"]))
+        warm_up.become_task_process(late, wanted["parent"])
         # Folders and archives may have changed since the imports.
         importlib.invalidate_caches()
-        sys.argv[:] = boot["argv"]
 
 
-def _threads() -> int:
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
-
-
-def _roots() -> set[str]:
-    return {name.partition(".")[0] for name in tuple(sys.modules)}
+def _threads_and_roots() -> tuple[int, set[str]]:
+    """Return the number of native threads that are not Python's, and the top names of the modules."""
+    threads = len(os.listdir("/proc/self/task")) - threading.active_count()
+    return threads, {name.partition(".")[0] for name in tuple(sys.modules)}
 
 
 def _has_usable_openmp() -> bool:

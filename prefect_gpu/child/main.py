@@ -73,7 +73,7 @@ def main(descriptor: int, warm: list[str] | None = None, control: int | None = N
             raise ProtocolError(f"the parent sent {prepare!r} where a task was expected")
         if prepare.late is not None:
             try:
-                warm_up.become_task_process(prepare.late)
+                warm_up.become_task_process(prepare.late, os.getppid())
             except (OSError, ImportError):
                 # The task's folder is gone, or modules have changed: the parent starts a fresh process.
                 os._exit(UNSUITED_CODE)

@@ -38,7 +38,7 @@ class _Origin:
     sys_path: tuple[str, ...]
     #: Working folder; empty: it did not exist.
     cwd: str
-    #: Names and files of the user's modules that were imported.
+    #: Names and files of the user's modules that were imported; a source imports none.
     files: frozenset[tuple[str, str]]
 
 
@@ -67,7 +67,7 @@ def warm_up(entries: Iterable[str], source: Source | None = None) -> Warmed:
         started = started or "a module asked current_allocation() as it was imported"
     # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
-    files = frozenset(users_files() if has_users else ())
+    files = frozenset(users_files() if has_users and source is None else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
     return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
 
@@ -106,25 +106,21 @@ def find_started() -> str:
     return ""
 
 
-def become_task_process(late: Late) -> None:
-    """Set a task's environment, folder, arguments and paths.
+def become_task_process(late: Late, parent: int) -> None:
+    """Set a task's environment, folder, arguments and paths, and the limits that the process `parent` has by now.
 
     Raise `OSError` if the folder does not exist, `ImportError` if a process that starts now might find other
     modules than this process has imported.
     """
     _check_modules(late)
-    follow(os.getppid())
-    set_variables(late.environment)
+    _follow(parent)
+    _set_variables(late.environment)
     if late.cwd:
         os.chdir(late.cwd)
     sys.argv[:] = late.argv
-    set_paths(late.sys_path)
-
-
-def set_paths(wanted: tuple[str, ...]) -> None:
-    """Set `sys.path` as in a process started now with these paths, after the same imports."""
-    before = _origin.sys_path
+    before, wanted = _origin.sys_path, late.sys_path
     if wanted not in (before, tuple(sys.path)):
+        # As in a process started now with these paths, after the same imports.
         added = [path for path in sys.path if path not in before and path not in wanted]
         sys.path[:] = [*wanted, *added]
 
@@ -160,7 +156,7 @@ def _is_library(entry: str) -> bool:
     return module.partition(".")[0] == "prefect_gpu" or module in registry.ADAPTERS
 
 
-def follow(parent: int) -> None:
+def _follow(parent: int) -> None:
     """Set the current umask, CPU affinity and limits of the process `parent`; do nothing without `/proc` (macOS)."""
     umask = read_status(parent, "Umask")
     if not umask:
@@ -177,8 +173,7 @@ def follow(parent: int) -> None:
                 resource.setrlimit(limit, resource.prlimit(parent, limit))
 
 
-def set_variables(changes: Mapping[str, str | None]) -> None:
-    """Set variables of this process, or remove those whose change is `None`."""
+def _set_variables(changes: Mapping[str, str | None]) -> None:
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)

@@ -91,14 +91,14 @@ def test_a_path_that_a_library_added_is_kept_when_the_parents_paths_have_changed
 ) -> None:
     (tmp_path / "adds_to_path.py").write_text("import sys; sys.path.append('/added')")
     program = f"""
-import sys
+import os, sys
 from prefect_gpu.processes import messages
 from prefect_gpu.child import warm_up
 before = [{os.fspath(tmp_path)!r}, *sys.path]
 sys.path[:] = before
 warm_up.registry.is_users = lambda module: False
 assert not warm_up.warm_up(["adds_to_path"]).failed
-warm_up.become_task_process(messages.Late({{}}, "", (), ("/new", *before)))
+warm_up.become_task_process(messages.Late({{}}, "", (), ("/new", *before)), os.getppid())
 assert sys.path == ["/new", *before, "/added"], sys.path
 """
     subprocess.run(

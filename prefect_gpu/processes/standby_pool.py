@@ -136,7 +136,7 @@ class StandbyPool:
         self._standbys: list[Standby] = []
         #: Processes of tasks, each with its kind if the process was a standby and the body has not begun, else `None`.
         self._running: dict[object, Kind | None] = {}
-        #: The same for forks, to their ends.
+        #: Processes of tasks that are forks, each with its kind.
         self._forked: dict[object, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
@@ -451,7 +451,8 @@ class StandbyPool:
         forked = source.fork(request)
         with self._changed:
             # After the fork: if it fails, the task gets a fresh process, whose success is not the source's.
-            self._running[process] = self._forked[process] = kind
+            self._forked[process] = kind
+            self._record(kind).take_success()
         return forked
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
@@ -468,8 +469,6 @@ class StandbyPool:
             with self._changed:
                 if isinstance(message, (BodyStarted, ValueArrived)):
                     kind, self._running[process] = self._running.get(process), None
-                    if kind is not None and kind.forks:
-                        self._record(kind).take_success()
                 if kind is not None:
                     self._wake()
 

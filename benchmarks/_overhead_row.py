@@ -207,7 +207,7 @@ def _wait_for_standby() -> None:
     from prefect_gpu.processes.standby_pool import standby_pool
 
     deadline = time.monotonic() + READY_S
-    while not standby_pool().ready and time.monotonic() < deadline:
+    while not standby_pool().ready_by_kind.total() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

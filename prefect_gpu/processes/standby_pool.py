@@ -246,14 +246,8 @@ class StandbyPool:
             raise
 
     @property
-    def ready(self) -> int:
-        """Number of standbys that have imported their modules and wait for a task."""
-        with self._changed:
-            return sum(s.ready for s in self._standbys)
-
-    @property
     def ready_by_kind(self) -> Counter[Kind]:
-        """Number of standbys that wait for a task, by kind."""
+        """Number of standbys that have imported their modules and wait for a task, by kind."""
         with self._changed:
             return Counter(s.kind for s in self._standbys if s.ready)
 

@@ -89,7 +89,7 @@ class Both:
     def run(self, body: Callable[..., Any], policy: FrameworkPolicy, *args: Any) -> tuple[Any, Any]:
         cold = self.rig.launch(self.spec(body, policy, *args)).value()
         announced = self.pool.announce(self.kind(body, policy))
-        assert eventually(lambda: self.pool.ready == 1)
+        assert eventually(lambda: self.pool.ready_by_kind.total() == 1)
         (waited,) = self.pool.pids
         heard = Heard.__new__(Heard)
         heard.messages, heard._queue = [], queue.SimpleQueue()

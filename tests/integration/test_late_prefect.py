@@ -409,7 +409,7 @@ def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
     @flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
     def two() -> Any:
         work.submit().result()
-        assert eventually(lambda: standby_pool().ready == 1)
+        assert eventually(lambda: standby_pool().ready_by_kind.total() == 1)
         (waiting,) = standby_pool().pids
         return waiting, *work.submit().result()
 

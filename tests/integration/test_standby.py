@@ -39,7 +39,7 @@ def runner(**changes: Any) -> GPUTaskRunner:
 
 
 def ready() -> tuple[int, ...]:
-    assert eventually(lambda: standby_pool().ready >= 1)
+    assert eventually(lambda: standby_pool().ready_by_kind.total() >= 1)
     return standby_pool().pids
 
 
@@ -173,7 +173,7 @@ def work():
 @flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
 def waits():
     work.submit().result()
-    while not standby_pool().ready:
+    while not standby_pool().ready_by_kind.total():
         time.sleep(0.01)
     with open("pids.txt.part", "w") as file:
         print(*standby_pool().pids, file=file)
@@ -279,7 +279,7 @@ from their_model import work
 def both():
     results = [work.submit().result()]
     pool = standby.standby_pool()
-    while not pool.ready:
+    while not pool.ready_by_kind.total():
         time.sleep(0.01)
     (record,) = pool._records.values()
     assert record.modules == record.kind.always and not record.given_up, record

@@ -783,7 +783,7 @@ def test_a_source_without_tasks_ends_after_a_while(
 def test_a_source_that_was_forked_waits_for_the_next_runner(warm: Warm) -> None:
     first = parent_of(warm)
     unused = warm.announce(replace(FORKED, libraries=("colorsys",)))
-    assert eventually(lambda: warm.pool.ready == 2)
+    assert eventually(lambda: warm.pool.ready_by_kind.total() == 2)
     warm.pool.close(warm)
     assert warm.pool.pids == (first,)
     unused.retract()

@@ -114,7 +114,7 @@ def test_a_task_in_a_standby_finds_the_environment_of_a_fresh_process(
     assert seen["argv"] == ["script.py", "--epochs=3"]
     assert seen["cwd"] == os.path.realpath(importable)
     assert seen["stdin"] == "" and seen["encoding"] == "utf-8"
-    assert warm.pool.ready <= 1
+    assert warm.pool.ready_by_kind.total() <= 1
     again = warm.announce(replace(KIND, environment=(("CUDA_VISIBLE_DEVICES", "GPU-1"),)))
     (waited,) = warm.wait_ready()
     look = spec_of(bodies.environment_of_self, environment=environment)
@@ -582,7 +582,7 @@ from tests.process import bodies
 pool = standby_pool()
 pool.open("a runner", 1, Broker())
 announced = pool.announce(KIND)
-assert eventually(lambda: pool.ready == 1)
+assert eventually(lambda: pool.ready_by_kind.total() == 1)
 print(*pool.pids, flush=True)
 THEN
 """
@@ -597,11 +597,11 @@ if child == 0:
     assert pool.pids == ()
     pool.open("its own", 1, Broker())
     again = pool.announce(KIND)
-    assert eventually(lambda: pool.ready == 1)
+    assert eventually(lambda: pool.ready_by_kind.total() == 1)
     print(*pool.pids, flush=True)
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert pool.ready == 1
+assert pool.ready_by_kind.total() == 1
 """
 
 

@@ -119,7 +119,9 @@ def test_one_change_of_a_module_counts_once_however_many_had_imported_it(
     module(importable, "test_standby_edited", "VALUE = 'another'")
     for one in announced[:3]:
         assert warm.run(one, spec_of(bodies.add, 1)).value() == 1
-    assert eventually(lambda: warm.pool.ready > 0 and not set(before) & set(warm.pool.pids))
+    assert eventually(
+        lambda: warm.pool.ready_by_kind.total() > 0 and not set(before) & set(warm.pool.pids)
+    )
     assert warm.pool._record(kind).failures <= 1
     child = warm.run(announced[3], spec_of(bodies.add, 1))
     assert child.value() == 1 and child.pid not in before

@@ -60,7 +60,7 @@ class Warm:
         return self.pool.announce(kind)
 
     def wait_ready(self, count: int = 1) -> tuple[int, ...]:
-        assert eventually(lambda: self.pool.ready == count)
+        assert eventually(lambda: self.pool.ready_by_kind.total() == count)
         return self.pool.pids
 
     def run(self, announced: Announcement, spec: LaunchSpec) -> Heard:

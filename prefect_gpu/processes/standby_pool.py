@@ -134,10 +134,10 @@ class StandbyPool:
         self._shared: SharedFolder | None = None
         #: All standbys without a task. A standby with a task belongs to the task.
         self._standbys: list[Standby] = []
-        #: Processes of tasks, each with its kind if the process was a standby and the body has not begun, else `None`.
+        #: Processes of tasks, each with the kind of its source if the process is a fork, else `None`.
         self._running: dict[object, Kind | None] = {}
-        #: Processes of tasks that are forks, each with its kind.
-        self._forked: dict[object, Kind] = {}
+        #: Kinds of tasks that were given to a standby and whose body has not begun, by process.
+        self._starting: dict[object, Kind] = {}
         self._records: dict[Kind, KindRecord] = {}
         self._uses = itertools.count(1)
         #: Monotonic seconds since which tasks wait for host memory; infinite: no task waits.
@@ -233,7 +233,7 @@ class StandbyPool:
                 standby, changes = found
                 if standby.ready:
                     # Until the body begins, a new standby would take the task's cores.
-                    self._running[process] = kind
+                    self._starting[process] = kind
                 self._drop(standby)
                 late = Late(changes, spec.cwd, spec.argv, spec.sys_path)
                 return standby.handle.give(spec, late, listen)
@@ -331,7 +331,7 @@ class StandbyPool:
             with self._changed:
                 if not self._dirty:
                     # Without standbys and tasks there is nothing to check.
-                    busy = self._standbys or self._announced or any(self._running.values())
+                    busy = self._standbys or self._announced or self._starting
                     self._changed.wait(CHECK_S if busy else None)
                 self._dirty = False
                 if self._shut:
@@ -357,7 +357,7 @@ class StandbyPool:
             announced = [self._kind(a.kind) for a in self._announced]
             for record in self._records.values():
                 record.forget(now)
-            for kind in self._forked.values():
+            for kind in filter(None, self._running.values()):
                 self._record(kind).used_s = now
             demands = demands_of(self._records, announced, self._standbys, now)
             plan = plan_standbys(demands, left_bytes, self._most(), self._imports_at_once())
@@ -383,7 +383,7 @@ class StandbyPool:
         for kind in plan.starts:
             if not self._owners or now < self._hold_until_s:
                 return
-            if kind not in self._running.values():
+            if kind not in self._starting.values():
                 assert isinstance(kind, Kind)
                 self._start(kind, now)
 
@@ -445,26 +445,23 @@ class StandbyPool:
         forked = source.fork(request)
         with self._changed:
             # After the fork: if it fails, the task gets a fresh process, whose success is not the source's.
-            self._forked[process] = kind
+            self._running[process] = kind
             self._record(kind).take_success()
         return forked
 
     def _pass_on(self, process: object, listener: Listener, message: Any) -> None:
         """Pass a message of a task's process to the task's listener; once the body begins, check for new standbys."""
-        kind: Kind | None = None
         if isinstance(message, (ChildRefused, ChildExited)):
             # Before the listener, which may place other tasks: a core is free for their standbys.
             with self._changed:
-                kind = self._running.pop(process, None)
-                self._forked.pop(process, None)
+                self._running.pop(process, None)
         try:
             listener(message)
         finally:
-            with self._changed:
-                if isinstance(message, (BodyStarted, ValueArrived)):
-                    kind, self._running[process] = self._running.get(process), None
-                if kind is not None:
-                    self._wake()
+            if isinstance(message, (BodyStarted, ValueArrived, ChildRefused, ChildExited)):
+                with self._changed:
+                    if self._starting.pop(process, None) is not None:
+                        self._wake()
 
     def _hear(self, standby: Standby, message: Any) -> None:
         """Handle an event or message of a standby, up to its `Accepted`."""

@@ -128,15 +128,12 @@ class ForkSource:
             if poll.poll(1000 * min(left_s, LOOK_S)):
                 return
             if self.pid is not None and read_status(self.pid, "State").startswith("T"):
-                self._kill()
+                self._give_up("it was stopped")
         raise TimeoutError
 
     def _give_up(self, problem: str) -> None:
         logger.debug("a warm process of GPU tasks is given up: %s", problem)
         self.problem = self.problem or problem
-        self._kill()
-
-    def _kill(self) -> None:
         if self.pid is not None:
             # This thread reaps the process, so its id is not another's yet.
             with contextlib.suppress(ProcessLookupError):

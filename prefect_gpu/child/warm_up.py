@@ -60,16 +60,14 @@ def warm_up(entries: Iterable[str], source: Source | None = None) -> Warmed:
         failed += import_all(entries[len(libraries) :])
     # Otherwise this collection of the objects of the user's imports would fall into the body's time.
     gc.collect()
-    started = find_started()
-    if source is not None:
-        started = started or source.find_problem(entries)
+    touched = find_started() or ("" if source is None else source.find_problem(entries))
     if asked:
-        started = started or "a module asked current_allocation() as it was imported"
+        touched = touched or "a module asked current_allocation() as it was imported"
     # After the imports, since the file of a module shows whether the module is the user's.
     has_users = any(registry.is_users(entry.partition(":")[0]) for entry in entries)
     files = frozenset(users_files() if has_users and source is None else ())
     _origin = _Origin(began_ns, sys_path, cwd, files)
-    return Warmed(tuple(failed), started, read_own_bytes("RssAnon"))
+    return Warmed(tuple(failed), touched, read_own_bytes("RssAnon"))
 
 
 def import_all(entries: Iterable[str], source: Source | None = None) -> list[str]:
@@ -127,17 +125,16 @@ def become_task_process(late: Late, parent: int) -> None:
 
 def _check_modules(late: Late) -> None:
     """Raise `ImportError` if a process started now might import other modules of the user's."""
-    origin = _origin
-    if not origin.files:
+    if not _origin.files:
         return
     # The parent may have imported the same modules meanwhile, which add the same paths.
-    if late.sys_path not in (origin.sys_path, tuple(sys.path)):
+    if late.sys_path not in (_origin.sys_path, tuple(sys.path)):
         raise ImportError("modules are found elsewhere by now")
-    if late.cwd and late.cwd != origin.cwd:
+    if late.cwd and late.cwd != _origin.cwd:
         raise ImportError("modules may be found elsewhere in another folder")
-    for name, path in origin.files.union(users_files()):
+    for name, path in _origin.files.union(users_files()):
         # Raises for a missing file, which a process started now would not find.
-        if os.stat(path).st_mtime_ns >= origin.began_ns:
+        if os.stat(path).st_mtime_ns >= _origin.began_ns:
             raise ImportError(f"{name} was written to since it was imported")
 
 

@@ -185,11 +185,10 @@ def _libraries(users: Iterable[str], frameworks: Sequence[str]) -> tuple[str, ..
 
 def _can_import(module: str) -> bool:
     """Return whether a child could import a module. Imports nothing."""
-    if module in sys.modules:
-        return values.is_importable(module)
     root = module.partition(".")[0]
-    if root in sys.modules:
-        return values.is_importable(root)
+    for name in (module, root):
+        if name in sys.modules:
+            return values.is_importable(name)
     try:
         return importlib.util.find_spec(root) is not None
     except Exception:  # raised by a third-party finder, or for a module without a spec

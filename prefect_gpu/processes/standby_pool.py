@@ -470,8 +470,7 @@ class StandbyPool:
             if isinstance(message, Accepted):
                 # Only now a success: a standby may also die when it gets a task.
                 record.take_success()
-                return
-            if isinstance(message, ChildStarted):
+            elif isinstance(message, ChildStarted):
                 standby.pid = message.pid
                 if standby.source is not None:
                     standby.source.started(message.pid)
@@ -482,11 +481,10 @@ class StandbyPool:
                 for place in standby.places[:1]:
                     place.release()
                 record.take_imports(message, standby.spec.modules)
-            elif isinstance(message, ChildRefused):
-                # If it has a process, the launcher kills it: `ChildExited` will come.
-                if standby.pid is None:
-                    self._take_refusal(message.error)
-                    self._drop(standby)
+            elif isinstance(message, ChildRefused) and standby.pid is None:
+                # With a process, `ChildExited` will come: the launcher kills it.
+                self._take_refusal(message.error)
+                self._drop(standby)
             elif isinstance(message, ChildExited):
                 if standby.stage is not Stage.ENDING:
                     self._take_end(standby, message)

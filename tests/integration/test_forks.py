@@ -19,6 +19,7 @@ from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import ChildTimeoutError
 from prefect_gpu.processes.standby_pool import standby_pool
+from tests.cases import needs
 from tests.integration import bodies
 from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
@@ -130,10 +131,10 @@ def result(state: State[Any]) -> Any:
     return state.result(raise_on_failure=False)
 
 
+@needs("torch")
 def test_libraries_work_and_the_surroundings_are_the_parents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PREFECT_GPU_TEST_BEFORE", "as the flow began")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import needs
 from tests.integration.programs import REPOSITORY, Workplace
 
-pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = needs("torch")
 
 SCRIPT = str(REPOSITORY / "flows" / "profile_training.py")
 SMALL = ["--devices=host", "--batch=2", "--hidden=8", "--vocabulary=50", "--length=4"]

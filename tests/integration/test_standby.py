@@ -18,6 +18,7 @@ from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes.standby_pool import standby_pool
+from tests.cases import needs
 from tests.integration import bodies
 from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
@@ -247,9 +248,9 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(
 
 
 # `tests/process/test_standby_modules.py` shows the rule with small modules; TensorFlow takes half a minute here.
+@needs("tensorflow")
 @pytest.mark.slow
 def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace) -> None:
-    pytest.importorskip("tensorflow")
     Path(place.folder, "their_model.py").write_text(
         textwrap.dedent("""
         import os

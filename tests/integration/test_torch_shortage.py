@@ -9,11 +9,11 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
+from tests.cases import needs
 from tests.integration import bodies
 from tests.integration import engine_api as api
 
-pytestmark = pytest.mark.usefixtures("prefect_server")
-pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.usefixtures("prefect_server"), needs("torch")]
 
 
 run_out = task(bodies.run_out_in_torch, tags=gpu(memory="1GiB", framework="torch", oom="fail"))

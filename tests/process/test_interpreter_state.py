@@ -22,6 +22,7 @@ from prefect_gpu.processes.interpreter import (
     LoggerState,
     WarningFilter,
 )
+from tests.cases import needs
 from tests.process import interpreter_bodies as bodies
 from tests.process.rig import PREPARE, Heard, eventually, spec_of
 from tests.process.warm import Source, Warm
@@ -124,8 +125,8 @@ def test_a_flow_that_ignores_ctrl_c_has_tasks_that_do(start: Start) -> None:
     assert start(flow, signal.getsignal, signal.SIGINT).value() is signal.SIG_IGN
 
 
+@needs("torch")
 def test_tensors_are_shared_as_the_flow_has_chosen(start: Start) -> None:
-    pytest.importorskip("torch")
     settings = {"torch.multiprocessing": {"sharing strategy": "file_system"}}
     flow = replace(InterpreterState.read(), settings=settings)
     assert start(flow, bodies.sharing_of_tensors).value() == "file_system"

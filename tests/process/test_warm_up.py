@@ -16,6 +16,7 @@ from prefect_gpu.child import warm_up
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.devices import cuda_driver
 from prefect_gpu.process_resources import read_own_bytes
+from tests.cases import needs
 
 _DRIVER = """
 static int initialised = ANSWER;
@@ -72,16 +73,16 @@ def test_a_driver_that_is_not_loaded_stays_so(monkeypatch: pytest.MonkeyPatch) -
     assert warm_up.find_started() == ""
 
 
+@needs("tensorflow")
 def test_tensorflow_is_reported_after_its_first_operation_and_not_after_its_import() -> None:
-    pytest.importorskip("tensorflow")
     # In one process, for TensorFlow takes seconds to import.
     first = "from prefect_gpu.child.warm_up import find_started; first = find_started()"
     found = report("import tensorflow as tf", first, "tf.zeros([1])", "print([first])")
     assert found.startswith("['']\n") and "tensorflow was started" in found
 
 
+@needs("torch")
 def test_pytorch_on_the_cpu_is_not_reported() -> None:
-    pytest.importorskip("torch")
     asks = "torch.cuda.is_available(), torch.cuda.device_count(), torch.ones(3).sum()"
     assert report("import torch", asks) == ""
 

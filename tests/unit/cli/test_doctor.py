@@ -19,6 +19,7 @@ from prefect_gpu.cli.doctor import Build, Finding, judge_framework
 from prefect_gpu.devices import nvml
 from prefect_gpu.scheduling.model import Device, DeviceSnapshot
 from prefect_gpu.units import GIB, MIB
+from tests.cases import needs
 from tests.fakes.fake_nvml import FakeGpu, FakeNvml
 
 Patch = pytest.MonkeyPatch
@@ -74,8 +75,8 @@ def test_a_framework_is_judged_by_its_build(
         assert bool(found.fix) is (level == "problem")
 
 
+@needs("torch")
 def test_a_framework_says_what_it_was_built_for() -> None:
-    pytest.importorskip("torch")
     found = doctor.look_at("torch")
     assert isinstance(found, Build)
     assert found.version and found.devices is not None

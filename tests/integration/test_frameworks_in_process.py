@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 
 import pytest
 
-from tests.integration.framework_child import finish_child, host_policy, run_child, start_child
+from tests.cases import needs
+from tests.integration.framework_child import host_policy, run_child
 
-needs_torch = pytest.mark.skipif(
-    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
-)
-needs_tensorflow = pytest.mark.skipif(
-    importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
-)
+needs_torch, needs_tensorflow = needs("torch"), needs("tensorflow")
 
 #: Larger than the machine's cores need be: both frameworks start what they are told.
 MANY = 6
@@ -45,21 +40,23 @@ out["visible"] = [os.environ["CUDA_VISIBLE_DEVICES"], bool(tf.config.list_physic
 """
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param(TORCH_THREADS, id="torch", marks=needs_torch),
-        pytest.param(TENSORFLOW_THREADS, id="tensorflow", marks=needs_tensorflow),
-    ],
-)
-def test_cpus_bounds_the_threads_that_a_framework_starts(lines):
-    children = {n: start_child(lines, host_policy(cpus=n)) for n in (1, MANY)}
-    found = {n: finish_child(child) for n, child in children.items()}
-    assert found[1]["set"] == [1, 1]
-    assert found[MANY]["set"] == [MANY, MANY]
+def check_threads(one, many):
+    """Compare what the lines above found with a core and with many."""
+    assert one["set"] == [1, 1]
+    assert many["set"] == [MANY, MANY]
     # All that the frameworks start beyond one worker goes away with cpus=1.
-    assert found[MANY]["grown"] - found[1]["grown"] >= MANY - 1
-    assert found[1]["visible"] == ["", False]
+    assert many["grown"] - one["grown"] >= MANY - 1
+    assert one["visible"] == ["", False]
+
+
+@needs_torch
+def test_cpus_bounds_the_threads_that_torch_starts(torch_on_the_host):
+    check_threads(torch_on_the_host, run_child(TORCH_THREADS, host_policy(cpus=MANY)))
+
+
+@needs_tensorflow
+def test_cpus_bounds_the_threads_that_tensorflow_starts(on_the_host, shown):
+    check_threads(on_the_host, shown["threads"])
 
 
 @needs_torch
@@ -78,10 +75,8 @@ out["set"] = [torch.get_num_threads(), torch.get_num_interop_threads()]
     assert found["set"] == [1, 3]
 
 
-@needs_torch
-def test_torch_on_the_host():
-    found = run_child(
-        """
+#: What PyTorch does on the host: parts of one process, for it takes a second to import.
+TORCH_ON_THE_HOST = """
 import importlib.resources, inspect, importlib.metadata
 import torch
 out["resources"] = importlib.resources.files("torch").joinpath("__init__.py").is_file()
@@ -131,9 +126,17 @@ out["equal"] = [
     for k in ("empty", "half", "uint16", "transposed")
 ] + [torch.equal(back["sparse"].to_dense(), torch.eye(3)), torch.equal(a.weight, first.weight)]
 out["stride"] = back["transposed"].stride() == value["transposed"].stride()
-""",
-        host_policy(allocation="limit"),
-    )
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_on_the_host():
+    return run_child(TORCH_THREADS + TORCH_ON_THE_HOST, host_policy(allocation="limit", cpus=1))
+
+
+@needs_torch
+def test_torch_on_the_host_with_a_limit(torch_on_the_host):
+    found = torch_on_the_host
     assert found["resources"]
     assert found["source"]
     assert found["counters"] is None
@@ -167,8 +170,6 @@ for _ in range(2):
 
 #: What TensorFlow does on the host: parts of one process, for it takes seconds to import.
 ON_THE_HOST = """
-import tensorflow as tf
-out["before"] = counters()
 out["growth"] = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
 tensor = tf.range(4)
 variable = tf.Variable([1.0, 2.0])
@@ -235,8 +236,8 @@ out["wanted"] = wanted
 
 @pytest.fixture(scope="module")
 def on_the_host():
-    pytest.importorskip("tensorflow")
-    return run_child(ON_THE_HOST, host_policy(allocation="growth"))
+    first = f"import tensorflow\nout['before'] = counters()\n{TENSORFLOW_THREADS}"
+    return run_child(first + ON_THE_HOST, host_policy(allocation="growth", cpus=1))
 
 
 @needs_tensorflow
@@ -277,7 +278,7 @@ def test_a_tensorflow_that_opens_gpus_otherwise_is_refused_under_a_cap_only(on_t
 #: TensorFlow with GPUs that it does not have: whatever opens them is stopped, and shows what it asks for.
 TENSORFLOW_SHOWN = """
 from dataclasses import replace
-from importlib import import_module
+import gc
 import logging
 import tensorflow as tf
 from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
@@ -288,6 +289,8 @@ from tensorflow.python.keras import backend as keras_backend
 
 v1 = tf.compat.v1
 gpus = 1
+# Each reset of TensorFlow's context collects garbage: half a second with all that its import made.
+gc.freeze()
 pywrap_tfe.TF_ListPhysicalDevices = lambda: [b"/physical_device:CPU:0"] + [
     f"/physical_device:GPU:{i}".encode() for i in range(gpus)
 ]
@@ -482,13 +485,12 @@ out["theirs"] = theirs.gpu_options.per_process_gpu_memory_fraction
 
 @pytest.fixture(scope="module")
 def shown():
-    pytest.importorskip("tensorflow")
     parts = [
         f"out = all_out[{name!r}] = {{}}\nmessages.clear()\n{asked}"
         for name, asked in ASKED.items()
     ]
-    lines = ["all_out = {}", *parts, "out = all_out\n"]
-    return run_child(TENSORFLOW_SHOWN + "\n".join(lines), host_policy())
+    first = f"all_out = {{'threads': out}}\n{TENSORFLOW_THREADS}{TENSORFLOW_SHOWN}"
+    return run_child("\n".join([first, *parts, "out = all_out\n"]), host_policy(cpus=MANY))
 
 
 @needs_tensorflow

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect import flow, task
 from prefect.assets import materialize
 from prefect.context import AssetContext
+from prefect.exceptions import MissingResult
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
@@ -37,88 +41,173 @@ def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return is_late
 
 
-def run(body: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, Any]:
+def run(body: Callable[..., Any], *args: Any, log_prints: bool = False, **named: Any) -> Any:
     """Run a body as a GPU task of a flow; return its result and the ids of the task run and flow run."""
-    work = task(tags=[*SMALL, "of-the-task"], **options)(body)
+    work = task(tags=[*SMALL, "of-the-task"], log_prints=log_prints)(body)
     ids: list[Any] = []
 
     @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False, start_method="spawn"))
     def around(held: int) -> Any:
         from prefect.runtime import flow_run
 
-        future = work.submit(*args)
+        future = work.submit(*args, **named)
         ids[:] = [future.task_run_id, flow_run.id]
         return future.result()
 
     return (around(3), *ids)
 
 
-def test_a_process_imports_prefect_only_for_a_body_that_uses_it() -> None:
+def test_a_process_imports_prefect_only_for_a_body_that_uses_it_or_whose_prints_are_logged() -> (
+    None
+):
     def look() -> list[str]:
         import sys
 
+        print("said by the body")
         return [name for name in sys.modules if name.partition(".")[0] in ("prefect", "pydantic")]
 
     assert run(look)[0] == []
-    assert run(look, log_prints=True)[0] != []
+    seen, task_run_id, flow_run_id = run(look, log_prints=True)
+    assert seen != []
+    logged = api.logs(flow_run_id, ["said by the body"])["said by the body"]
+    assert logged.task_run_id == task_run_id
 
 
-def test_a_body_finds_its_run(late: bool) -> None:
-    def look() -> dict[str, Any]:
+@dataclass(frozen=True)
+class Seen:
+    """What one body found. Several tests read it: each process that imports Prefect takes a second to do so."""
+
+    found: dict[str, Any]
+    task_run_id: UUID
+    flow_run_id: Any
+
+
+@functools.cache
+def _look_around(late: bool) -> Seen:
+    def look(weights: Any, options: list[int], *rest: int, name: str, **others: Any) -> Any:
+        import logging
         import sys
 
         before = "prefect" in sys.modules
         import prefect.runtime
-        from prefect.context import FlowRunContext, TagsContext, get_run_context
+        from prefect import flow, get_run_logger, task
+        from prefect.artifacts import create_markdown_artifact
+        from prefect.blocks.system import Secret
+        from prefect.context import FlowRunContext, TagsContext, TaskRunContext, get_run_context
+        from prefect.events import emit_event
+        from prefect.runtime import flow_run, task_run
         from prefect.settings import PREFECT_API_URL
+        from prefect.states import Completed
+        from prefect.variables import Variable
 
         context = get_run_context()
-        flow_context = FlowRunContext.get()
-        return {
+        named = task_run.parameters
+        same = named["weights"] is weights and named["options"] is options
+        found: dict[str, Any] = {
             "before": before,
-            "id": str(prefect.runtime.task_run.id),
-            "tags": sorted(prefect.runtime.task_run.tags),
-            "context": str(context.task_run.id),
-            "inherited": sorted(TagsContext.get().current_tags),
-            "flow": (str(prefect.runtime.flow_run.id), prefect.runtime.flow_run.parameters),
-            "parameters": flow_context.parameters,
-            "url": PREFECT_API_URL.value(),
-            "answers": context.client.hello().status_code,
+            "run": {
+                "id": str(prefect.runtime.task_run.id),
+                "tags": sorted(prefect.runtime.task_run.tags),
+                "context": str(context.task_run.id),
+                "inherited": sorted(TagsContext.get().current_tags),
+                "flow": (str(prefect.runtime.flow_run.id), prefect.runtime.flow_run.parameters),
+                "parameters": FlowRunContext.get().parameters,
+                "url": PREFECT_API_URL.value(),
+                "answers": context.client.hello().status_code,
+            },
+            "same": same and TaskRunContext.get().parameters == named,
+            "named": {**named, "weights": named["weights"].nbytes},
+            "state": Completed(message="done"),
         }
+        get_run_logger().info("of the run")
+        logging.getLogger("prefect_gpu.of_a_test").warning("of the package")
+        emit_event("of.the.body", {"prefect.resource.id": "a"})
+        create_markdown_artifact("text", key=name)
 
-    seen, task_run_id, flow_run_id = run(look)
-    assert seen.pop("before") is not late
-    assert seen == {
-        "id": str(task_run_id),
+        @task
+        def inner() -> str:
+            return str(task_run.id)
+
+        @flow
+        def below() -> str:
+            inner.submit().result()
+            return str(flow_run.parent_flow_run_id)
+
+        Variable.set(name.replace("-", "_"), "value", overwrite=True)
+        Secret(value="hidden").save(name, overwrite=True)
+        found["inner"], found["below"] = inner(), below()
+        found["kept"] = Variable.get(name.replace("-", "_")), Secret.load(name).get()
+        found["after"] = str(task_run.id)
+        return found
+
+    numpy = pytest.importorskip("numpy")
+    name = f"late-{late}".lower()
+    return Seen(*run(look, numpy.zeros(300_000), [1, 2], 3, 4, name=name, rate=0.5))
+
+
+@pytest.fixture
+def seen(late: bool) -> Seen:
+    return _look_around(late)
+
+
+def test_a_body_finds_its_run(late: bool, seen: Seen) -> None:
+    assert seen.found["before"] is not late
+    found = seen.found["run"]
+    assert found == {
+        "id": str(seen.task_run_id),
         "tags": sorted([*SMALL, "of-the-task"]),
-        "context": str(task_run_id),
+        "context": str(seen.task_run_id),
         "inherited": [],
-        "flow": (flow_run_id, {"held": 3}),
+        "flow": (seen.flow_run_id, {"held": 3}),
         "parameters": {"held": 3},
-        "url": os.environ.get("PREFECT_API_URL", seen["url"]),
+        "url": os.environ.get("PREFECT_API_URL", found["url"]),
         "answers": 200,
     }
 
 
-def test_a_body_finds_its_arguments_by_name(late: bool) -> None:
-    def look(weights: Any, options: list[int], *rest: int, rate: float = 0.5, **others: Any) -> Any:
-        from prefect.context import TaskRunContext
-        from prefect.runtime import task_run
-
-        named = task_run.parameters
-        context = TaskRunContext.get()
-        assert context is not None and context.parameters == named
-        same = named["weights"] is weights and named["options"] is options
-        named = {**named, "weights": named["weights"].nbytes}
-        return same, named
-
-    numpy = pytest.importorskip("numpy")
-    weights, options = numpy.zeros(300_000), [1, 2]
-    (same, named), *_ = run(look, weights, options, 3, 4)
-    assert same, "each object has travelled once"
-    assert named == {
-        "weights": weights.nbytes, "options": [1, 2], "rest": (3, 4), "rate": 0.5, "others": {}
+def test_a_body_finds_its_arguments_by_name(late: bool, seen: Seen) -> None:
+    assert seen.found["same"], "each object has travelled once"
+    assert seen.found["named"] == {
+        "weights": 2_400_000, "options": [1, 2], "rest": (3, 4), "name": f"late-{late}".lower(), "others": {"rate": 0.5}
     }  # fmt: skip
+
+
+def test_what_a_body_logs_emits_and_publishes_is_of_its_run(late: bool, seen: Seen) -> None:
+    found = api.logs(seen.flow_run_id, ["of the run", "of the package"])
+    said = {found[message].task_run_id for message in ("of the run", "of the package")}
+    assert said == {seen.task_run_id}
+    (artifact,) = api.artifacts(task_run_id=seen.task_run_id, count=1)
+    assert artifact.key == f"late-{late}".lower()
+
+
+def test_a_body_may_call_tasks_and_flows_and_use_variables_and_blocks(seen: Seen) -> None:
+    found = seen.found
+    assert found["inner"] != str(seen.task_run_id) and found["below"] == seen.flow_run_id
+    assert found["kept"] == ("value", "hidden")
+    assert found["after"] == str(seen.task_run_id)
+
+
+def test_a_value_of_a_class_of_prefect_comes_back(seen: Seen) -> None:
+    assert seen.found["state"].message == "done"
+
+
+def test_an_async_body_finds_its_run_and_its_error_of_a_class_of_prefect_comes_back(
+    late: bool,
+) -> None:
+    async def fail() -> None:
+        from prefect import get_run_logger
+        from prefect.context import get_run_context
+        from prefect.exceptions import MissingResult
+
+        get_run_logger().info("in the coroutine")
+        raise MissingResult(str(get_run_context().task_run.id))
+
+    with pytest.raises(MissingResult) as caught:
+        run(fail)
+    found = api.task_run(UUID(str(caught.value)))
+    assert found.flow_run_id is not None and found.name.startswith("fail")
+    log = api.logs(found.flow_run_id, ["in the coroutine"])["in the coroutine"]
+    assert log.task_run_id == found.id
 
 
 def test_what_a_body_sets_in_its_transaction_and_of_its_assets_is_set_in_the_flow(
@@ -151,26 +240,6 @@ def test_what_a_body_sets_in_its_transaction_and_of_its_assets_is_set_in_the_flo
     with pytest.raises(ResultError, match="the transaction of a GPU task cannot be sent"):
         around(True)
     assert len(seen) == 1
-
-
-def test_what_a_body_logs_emits_and_publishes_is_of_its_run(late: bool) -> None:
-    def publish(key: str) -> str:
-        import logging
-
-        from prefect import get_run_logger
-        from prefect.artifacts import create_markdown_artifact
-        from prefect.events import emit_event
-
-        get_run_logger().info("of the run")
-        logging.getLogger("prefect_gpu.of_a_test").warning("of the package")
-        emit_event("of.the.body", {"prefect.resource.id": "a"})
-        return str(create_markdown_artifact("text", key=key))
-
-    _, task_run_id, flow_run_id = run(publish, f"late-{late}".lower())
-    found = api.logs(flow_run_id, ["of the run", "of the package"])
-    assert {found[m].task_run_id for m in ("of the run", "of the package")} == {task_run_id}
-    (artifact,) = api.artifacts(task_run_id=task_run_id, count=1)
-    assert artifact.key == f"late-{late}".lower()
 
 
 def test_the_first_warning_of_any_logger_is_shown_as_prefect_shows_it(
@@ -301,16 +370,6 @@ loggers:
     assert "own shown" in capfd.readouterr().err
 
 
-def test_prints_go_to_the_log_of_a_run_that_wants_them() -> None:
-    def say() -> None:
-        print("said by the body")
-
-    _, task_run_id, flow_run_id = run(say, log_prints=True)
-    assert (
-        api.logs(flow_run_id, ["said by the body"])["said by the body"].task_run_id == task_run_id
-    )
-
-
 def test_coroutines_and_threads_find_the_run_wherever_prefect_is_imported_first(late: bool) -> None:
     def look() -> dict[str, Any]:
         import asyncio
@@ -350,52 +409,6 @@ def test_coroutines_and_threads_find_the_run_wherever_prefect_is_imported_first(
     assert found == {"bare": None, **dict.fromkeys(names, str(task_run_id))}
 
 
-def test_an_async_body_finds_its_run(late: bool) -> None:
-    async def look() -> str:
-        from prefect import get_run_logger
-        from prefect.context import get_run_context
-
-        get_run_logger().info("in the coroutine")
-        return str(get_run_context().task_run.id)
-
-    found, task_run_id, flow_run_id = run(look)
-    assert found == str(task_run_id)
-    log = api.logs(flow_run_id, ["in the coroutine"])["in the coroutine"]
-    assert log.task_run_id == task_run_id
-
-
-def test_a_body_may_call_tasks_and_flows_and_use_variables_and_blocks(late: bool) -> None:
-    def use(name: str) -> tuple[Any, ...]:
-        from prefect import flow, task
-        from prefect.blocks.system import Secret
-        from prefect.runtime import flow_run, task_run
-        from prefect.variables import Variable
-
-        @task
-        def inner() -> str:
-            return str(task_run.id)
-
-        @flow
-        def below() -> str:
-            inner.submit().result()
-            return str(flow_run.parent_flow_run_id)
-
-        Variable.set(name, "value", overwrite=True)
-        Secret(value="hidden").save(name.replace("_", "-"), overwrite=True)
-        return (
-            inner(),
-            below(),
-            Variable.get(name),
-            Secret.load(name.replace("_", "-")).get(),
-            str(task_run.id),
-        )
-
-    seen, task_run_id, flow_run_id = run(use, f"late_{late}".lower())
-    inner, parent, *values = seen
-    assert inner != str(task_run_id) and parent == flow_run_id
-    assert values == ["value", "hidden", str(task_run_id)]
-
-
 def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
     def look() -> tuple[int, bool]:
         import os
@@ -415,22 +428,6 @@ def test_a_standby_imports_prefect_for_tasks_that_use_it(late: bool) -> None:
 
     waiting, pid, imported = two()
     assert waiting == pid and imported is not late
-
-
-def test_errors_and_values_of_prefects_classes_come_back(late: bool) -> None:
-    def give(raises: bool) -> Any:
-        from prefect.exceptions import MissingResult
-        from prefect.states import Completed
-
-        if raises:
-            raise MissingResult("no result")
-        return {"state": Completed(message="done")}
-
-    from prefect.exceptions import MissingResult
-
-    assert run(give, False)[0]["state"].message == "done"
-    with pytest.raises(MissingResult, match="no result"):
-        run(give, True)
 
 
 def test_a_fork_of_the_body_may_import_prefect_too(late: bool) -> None:

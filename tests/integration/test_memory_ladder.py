@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from prefect import flow, task
@@ -18,7 +18,7 @@ from prefect_gpu.testing import SimulatedDevices, SimulatedOutOfMemoryError
 from prefect_gpu.units import GIB, MIB
 from tests.integration import bodies
 from tests.integration import engine_api as api
-from tests.integration.programs import Workplace, workplace
+from tests.integration.programs import workplace
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
 
@@ -256,10 +256,12 @@ def test_siblings_wait_for_the_one_that_probes_and_histories_are_apart(tmp_path:
 
 LEARNER = """
 # {comment}
-import sys
+from pathlib import Path
 from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu, step
 from prefect_gpu.testing import SimulatedDevices, allocate
+
+BEGUN = Path(__file__).with_suffix(".begun")
 
 @task(name="train-{token}", tags=gpu(exclusive=True))
 def train():
@@ -270,72 +272,68 @@ def train():
             step()
     return current_allocation().budget_bytes
 
-@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
-def learner():
-    return train.submit().result()
-
-print("budget", learner())
-"""
-
-
-def test_two_flow_runs_learn_from_each_other_whatever_moved(
-    tmp_path: Path, prefect_server: str
-) -> None:
-    with workplace(tmp_path, prefect_server) as place:
-        first = learn_in(place, "here", "the first")
-        second = learn_in(place, "there", "moved, and its comment edited")
-    assert first == 16 * GIB
-    assert second == -(-int(2 * GIB * 1.3 + 512 * MIB) // (2 * MIB)) * 2 * MIB
-
-
-def learn_in(place: Workplace, folder: str, comment: str) -> int:
-    (place.folder / folder).mkdir()
-    name = f"{folder}/learner.py"
-    place.write(name, LEARNER.format(comment=comment, token=place.token))
-    done = place.run(name)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("budget ")]
-    return int(line.split()[1])
-
-
-PROJECT = """
-from pathlib import Path
-from prefect import flow, task
-from prefect_gpu import GPUTaskRunner, current_allocation, gpu
-from prefect_gpu.testing import SimulatedDevices, allocate
-
-BEGUN = Path(__file__).with_suffix(".begun")
-
-@task(name="train-{token}", tags=gpu())
-def train(step):
+@task(name="fit-{token}", tags=gpu())
+def fit(index):
     with BEGUN.open("a") as file:
         file.write("x")
     with allocate("{size}"):
         return current_allocation().budget_bytes
 
-@flow(name="{name}-{token}", task_runner=GPUTaskRunner(devices=SimulatedDevices("1x48GiB"), headroom="0"))
-def sweep():
-    first = train.submit(0).result()
-    return [first, *train.map([1, 2, 3]).result()]
+@flow(task_runner=GPUTaskRunner(devices=SimulatedDevices("1x16GiB", context="512MiB"), headroom="0"))
+def learner():
+    return train.submit().result()
 
-found = sweep()
-print("sweep", *found, len(BEGUN.read_text()))
+@flow(name="{folder}-{token}", task_runner=GPUTaskRunner(devices=SimulatedDevices("1x48GiB"), headroom="0"))
+def sweep():
+    first = fit.submit(0).result()
+    return [first, *fit.map([1, 2, 3]).result()]
+
+print("budget", learner())
+print("sweep", *sweep(), len(BEGUN.read_text()))
 """
 
 
-def test_tasks_of_one_name_in_two_flows_have_budgets_of_their_own_and_run_once(
-    tmp_path: Path, prefect_server: str
-) -> None:
-    def sweep(place: Workplace, name: str, size: str) -> tuple[list[int], str]:
-        program = place.write(f"{name}.py", PROJECT.format(name=name, size=size, token=place.token))
-        done = place.run(str(program))
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("sweep ")]
-        return [int(word) for word in line.split()[1:]], done.stdout + done.stderr
+class Learned(NamedTuple):
+    """What a program printed."""
 
-    with workplace(tmp_path, prefect_server) as place:
-        small, _ = sweep(place, "small", "1GiB")
-        large, said = sweep(place, "large", "6GiB")
-    for (first, *later, begun), need in ((small, GIB), (large, 6 * GIB)):
-        learned = -(-int(need * 1.3) // (2 * MIB)) * 2 * MIB
-        assert (later, begun) == ([learned] * 3, 4), "no body runs twice"
+    budget: int
+    sweep: list[int]
+    said: str
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> list[Learned]:
+    """Two programs, one after the other: `learner` is one flow that has moved, `sweep` one flow in each."""
+
+    def learn(folder: str, comment: str, size: str) -> Learned:
+        options = {"folder": folder, "comment": comment, "size": size, "token": place.token}
+        done = place.run(str(place.write(f"{folder}/learner.py", LEARNER.format(**options))))
+        found = {
+            word: [int(each) for each in numbers]
+            for word, *numbers in map(str.split, done.stdout.splitlines())
+            if word in ("budget", "sweep")
+        }
+        return Learned(*found["budget"], found["sweep"], done.stdout + done.stderr)
+
+    with workplace(tmp_path_factory.mktemp("learners"), prefect_server) as place:
+        return [
+            learn("here", "the first", "1GiB"),
+            learn("there", "moved, and its comment edited", "6GiB"),
+        ]
+
+
+def test_two_flow_runs_learn_from_each_other_whatever_moved(learned: list[Learned]) -> None:
+    first, second = (each.budget for each in learned)
+    assert first == 16 * GIB
+    assert second == -(-int(2 * GIB * 1.3 + 512 * MIB) // (2 * MIB)) * 2 * MIB
+
+
+def test_tasks_of_one_name_in_two_flows_have_budgets_of_their_own_and_run_once(
+    learned: list[Learned],
+) -> None:
+    for (_, (first, *later, begun), said), need in zip(learned, (GIB, 6 * GIB), strict=True):
+        budget = -(-int(need * 1.3) // (2 * MIB)) * 2 * MIB
+        assert (later, begun) == ([budget] * 3, 4), "no body runs twice"
         assert first > 6 * GIB, "nothing is learned of it in its first run"
-    assert "learned from 1 run of this task in this flow" in said
+        lines = [line for line in said.splitlines() if "'fit-" in line]
+        assert any("learned from 1 run of this task in this flow" in line for line in lines), said

@@ -165,7 +165,7 @@ class Seen:
     #: that imported the flow's module: tasks' processes and standbys.
     parents: list[int]
     #: Task runs that had a process of their own.
-    processes: int = 3
+    processes: int = 2
     #: Of these, the ones that took memory.
     on_device: int = 2
 
@@ -291,7 +291,7 @@ def _deployed(way: Way, name: str, *arguments: str) -> Seen:
             result = state.result()
             # The last reports are published after the run is shown as Completed, and a worker that is
             # stopped kills the flow's process with SIGKILL.
-            read_processes(str(flow_run.id), 3)
+            read_processes(str(flow_run.id), 2)
         finally:
             process.terminate()
             process.wait(30)
@@ -338,7 +338,7 @@ def waiting(way: Way) -> Seen:
         raise AssertionError(f"its states are {names}; {said.read_text()[-5000:]}")
     seen = states[-1]
     result = f"{seen.type.name} {seen.name}: {seen.message}"
-    return Seen(_after("FLOW ", said.read_text()), result, way.parents(), processes=2)
+    return Seen(_after("FLOW ", said.read_text()), result, way.parents())
 
 
 #: By what a person would call it.

@@ -63,46 +63,35 @@ def scaled(x):
 
 
 @task(tags=gpu(TAGS))
-def make(x):
-    print(f"child prints {x}")
-    assert current_allocation() is not None
+def make(point):
+    print(f"child prints {point.x}")
+    assert isinstance(point, Point) and current_allocation() is not None
     WORK
-    return Point(scaled(x)), os.getpid()
+    if point.x == 7:
+        raise HostError("from the child", os.getpid())
+    return Point(scaled(point.x)), os.getpid()
 
 
-@task(tags=gpu(TAGS))
-def fail(point):
-    if isinstance(point, Point):
-        raise HostError("from the child", point.x)
-
-
-def check(made):
-    assert all(isinstance(point, Point) for point, _ in made), made
-    assert [point.x for point, _ in made] == [10, 20]
-    pids = {pid for _, pid in made}
-    assert len(pids) == 2 and os.getpid() not in pids, pids
+def check(made, failed):
+    point, pid = made.result()
+    assert isinstance(point, Point) and point.x == 10
+    try:
+        failed.result()
+    except HostError as error:
+        assert error.args == ("from the child", error.code)
+        assert len({pid, error.code, os.getpid()}) == 3
+        return "all arrived"
 
 
 @flow(task_runner=GPUTaskRunner(devices=DEVICES))
 def host_flow():
     print("FLOW", flow_run.id)
-    check(make.map([1, 2]).result())
-    try:
-        fail.submit(Point(7)).result()
-    except HostError as error:
-        assert isinstance(error, HostError) and error.code == 7
-        return "all arrived"
+    return check(*make.map([Point(1), Point(7)]))
 
 
 @flow(task_runner=GPUTaskRunner(devices=DEVICES))
 async def async_host_flow():
-    futures = make.map([1, 2])
-    check([future.result() for future in futures])
-    try:
-        fail.submit(Point(7)).result()
-    except HostError as error:
-        assert isinstance(error, HostError) and error.code == 7
-        return "all arrived"
+    return check(*make.map([Point(1), Point(7)]))
 """
 
 
@@ -111,8 +100,8 @@ def make_tasks(
 ) -> str:
     """Return the tasks and flows of a program.
 
-    `host_flow` returns "all arrived" only if values and errors of classes defined beside it keep their
-    identity, globals and helpers are there, and each body ran in a process of its own.
+    `host_flow` returns "all arrived" only if arguments, values and errors of classes defined beside it keep their
+    identity, globals and helpers are there, and each of its two bodies ran in a process of its own.
 
     Args:
         devices: Of the flows' runner.

@@ -148,7 +148,7 @@ def test_a_signal_after_the_flow_has_completed_loses_no_report(
     _, errors = process.communicate(timeout=PROCESS_S)
     print(errors)
     # One for each process, and one of the flow run.
-    assert len(api.artifacts(flow_run_id=run_id, count=4)) == 4
+    assert len(api.artifacts(flow_run_id=run_id, count=3)) == 3
 
 
 def test_ctrl_c_at_a_terminal(place: Workplace) -> None:

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cases import needs
 from tests.integration.programs import ARRIVED, SCRIPT, TASKS, Workplace, run_cells
 
-pytest.importorskip("IPython")
-pytest.importorskip("jupyter_client")
-pytest.importorskip("ipykernel")
+pytestmark = needs("IPython", "jupyter_client", "ipykernel")
 
 
-def test_a_jupyter_kernel(place: Workplace) -> None:
-    _, first, again = run_cells(
-        place,
-        [
-            TASKS,
-            'print("RESULT", host_flow())',
-            'print("RESULT", await async_host_flow())',
-        ],
-    )
-    for printed in (first, again):
-        assert ARRIVED in printed
-        assert printed.count("child prints") == 2
-    assert len(place.runs()) == 1
-
-
-def test_a_task_that_is_defined_again_in_a_later_cell(place: Workplace) -> None:
-    cell = """
-from prefect import flow, task
-from prefect_gpu import GPUTaskRunner, gpu
-
+#: Defines its class and task again each time that it runs.
+AGAIN = """
 class Answer:
     def __init__(self, value):
         self.value = value
@@ -47,8 +28,21 @@ def ask():
 
 print("ANSWER", ask())
 """
-    printed = run_cells(place, ["VALUE = 1\n" + cell, "VALUE = 2\n" + cell])
-    assert ["ANSWER 1" in printed[0], "ANSWER 2" in printed[1]] == [True, True]
+
+
+def test_a_jupyter_kernel_also_with_a_task_that_is_defined_again_in_a_later_cell(
+    place: Workplace,
+) -> None:
+    # In one kernel, which takes seconds to start.
+    calls = ['print("RESULT", host_flow())', 'print("RESULT", await async_host_flow())']
+    _, first, again, *answers = run_cells(
+        place, [TASKS, *calls, "VALUE = 1\n" + AGAIN, "VALUE = 2\n" + AGAIN]
+    )
+    for printed in (first, again):
+        assert ARRIVED in printed
+        assert printed.count("child prints") == 2
+    assert len(place.runs()) == 1
+    assert ["ANSWER 1" in answers[0], "ANSWER 2" in answers[1]] == [True, True]
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import queue
 import resource
@@ -33,7 +31,7 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.launcher import ProcessLauncher
 from prefect_gpu.processes.standby_kind import MOST_FAILURES, Kind
-from tests.process import bodies, test_outcomes, test_printing, test_survivors
+from tests.process import bodies, fork_bodies, test_outcomes, test_printing, test_survivors
 from tests.process.rig import Heard, Rig, eventually, is_alive, spec_of
 from tests.process.warm import KIND, Source, Warm, module, slow_module
 
@@ -162,7 +160,9 @@ for _module in (test_outcomes, test_survivors, test_printing):
 
 
 def test_a_fork_is_like_a_fresh_interpreter(source: Source, rig: ForkRig) -> None:
-    spec = replace(spec_of(_describe, environment={"PREFECT_GPU_TEST": "its own"}), cwd="/")
+    spec = replace(
+        spec_of(fork_bodies.describe, environment={"PREFECT_GPU_TEST": "its own"}), cwd="/"
+    )
     fork = rig.launch(spec)
     found = fork.value()
     assert found["pid"] == found["session"] == fork.pid
@@ -174,7 +174,7 @@ def test_a_fork_is_like_a_fresh_interpreter(source: Source, rig: ForkRig) -> Non
 
 
 def test_a_change_in_one_fork_is_not_seen_in_another(rig: ForkRig) -> None:
-    forks = [rig.start(_count), rig.start(_count)]
+    forks = [rig.start(fork_bodies.count), rig.start(fork_bodies.count)]
     (first, one_number), (second, other_number) = (one.value() for one in forks)
     assert (first, second) == (1, 1)
     # The random numbers of forks that were made alike are not alike.
@@ -209,9 +209,9 @@ def test_what_the_system_seeds_differs_from_fork_to_fork(
     )
     module(library, "has_generators", "\n".join(lines))
     rig = make_forks(make_source("numpy", "torch", "has_generators"))
-    (first, fixed), (second, again) = (rig.start(_draw_all).value() for _ in range(2))
+    (first, fixed), (second, again) = (rig.start(fork_bodies.draw_all).value() for _ in range(2))
     assert len(first) == 7 and not set(first) & set(second)
-    assert fixed == again == Rig().call(_draw_all)[1]
+    assert fixed == again == Rig().call(fork_bodies.draw_all)[1]
 
 
 def test_a_seed_that_a_library_sets_stays(
@@ -225,8 +225,8 @@ def test_a_seed_that_a_library_sets_stays(
     )
     module(library, "sets_seeds", "\n".join(lines))
     rig = make_forks(make_source("numpy", "torch", "sets_seeds"))
-    first, second = (rig.start(_draw_seeded).value() for _ in range(2))
-    assert first == second == Rig().call(_draw_seeded)
+    first, second = (rig.start(fork_bodies.draw_seeded).value() for _ in range(2))
+    assert first == second == Rig().call(fork_bodies.draw_seeded)
 
 
 def test_folders_and_archives_that_came_after_the_imports_are_found(
@@ -248,7 +248,7 @@ def test_folders_and_archives_that_came_after_the_imports_are_found(
     write(200)
     folder.mkdir()
     module(str(folder), "in_folder", "NUMBER = 3\n")
-    assert rig.call(_numbers_of, ["in_archive", "in_folder"]) == [200, 3]
+    assert rig.call(fork_bodies.numbers_of, ["in_archive", "in_folder"]) == [200, 3]
 
 
 def test_a_module_of_the_users_begins_in_each_fork(rig: ForkRig, importable: str) -> None:
@@ -257,22 +257,24 @@ def test_a_module_of_the_users_begins_in_each_fork(rig: ForkRig, importable: str
         "draws_at_import",
         "import random, uuid\nNUMBER, NAME = random.Random().random(), uuid.uuid4()\n",
     )
-    drawn = [rig.start(_drawn).value() for _ in range(2)]
+    drawn = [rig.start(fork_bodies.drawn).value() for _ in range(2)]
     assert drawn[0] != drawn[1]
 
 
 @pytest.mark.parametrize("cpus", [1, 2])
 def test_libraries_compute_in_a_fork(rig: ForkRig, cpus: int) -> None:
-    assert rig.call(_compute, cpus) == pytest.approx((300.0**3, 300.0**3))
+    assert rig.call(fork_bodies.compute, cpus) == pytest.approx((300.0**3, 300.0**3))
 
 
 def test_twenty_forks_at_once_train_with_workers(rig: ForkRig) -> None:
-    alone = rig.call(_train)
-    assert [fork.value() for fork in [rig.start(_train) for _ in range(20)]] == [alone] * 20
+    alone = rig.call(fork_bodies.train)
+    assert [fork.value() for fork in [rig.start(fork_bodies.train) for _ in range(20)]] == [
+        alone
+    ] * 20
 
 
 def test_a_fork_ends_like_a_script(rig: ForkRig, tmp_path: Path) -> None:
-    assert rig.start(_leave_open, str(tmp_path)).exit().code == 0
+    assert rig.start(fork_bodies.leave_open, str(tmp_path)).exit().code == 0
     assert (tmp_path / "never closed").read_text() == "all of it"
     assert (tmp_path / "at exit").read_text() == "called"
     assert (tmp_path / "by a thread").read_text() == "waited for"
@@ -288,13 +290,13 @@ def test_objects_of_the_users_module_are_finalised_in_a_fork(
         KEPT = Kept()
     """
     module(importable, "keeps_an_object", "\n".join(line[8:] for line in text.splitlines()))
-    assert rig.start(_import, "keeps_an_object").exit().code == 0
+    assert rig.start(fork_bodies.import_module, "keeps_an_object").exit().code == 0
     assert (tmp_path / "finalised").exists()
 
 
 def test_an_environment_may_be_larger_than_a_pipe(rig: ForkRig) -> None:
     large = {f"PREFECT_GPU_TEST_{n}": "x" * 100_000 for n in range(5)}
-    spec = spec_of(_describe, environment={**large, "PREFECT_GPU_TEST": "the last"})
+    spec = spec_of(fork_bodies.describe, environment={**large, "PREFECT_GPU_TEST": "the last"})
     assert rig.launch(spec).value()["variable"] == "the last"
 
 
@@ -321,7 +323,9 @@ def test_what_a_library_did_at_its_import_is_there_as_after_an_import(
     source = make_source("acts_as_libraries_do")
     rig = make_forks(source)
     forks = [
-        rig.launch(spec_of(_use_library, name, environment={"PREFECT_GPU_TEST": "of the task"}))
+        rig.launch(
+            spec_of(fork_bodies.use_library, name, environment={"PREFECT_GPU_TEST": "of the task"})
+        )
         for name in "ab"
     ]
     assert [fork.value() for fork in forks] == [("set", "of the task")] * 2
@@ -329,14 +333,14 @@ def test_what_a_library_did_at_its_import_is_there_as_after_an_import(
     written = (tmp_path / "log").read_text()
     assert written.startswith("imported ") and sorted(written[9:]) == ["a", "b"]
     # Removed with the process that made them.
-    folders = rig.call(_folders_of_library)
+    folders = rig.call(fork_bodies.folders_of_library)
     assert rig.started[-1].exit().code == 0 and all(map(os.path.isdir, folders))
     source.source.retire()
     assert source.until(ChildExited).code == 0 and not any(map(os.path.exists, folders))
 
 
 def test_what_c_code_prints_is_printed(rig: ForkRig, capfd: pytest.CaptureFixture[str]) -> None:
-    rig.call(_print_by_c)
+    rig.call(fork_bodies.print_by_c)
     printed = ""
 
     def is_printed() -> bool:
@@ -369,7 +373,7 @@ def test_limits_are_the_parents_of_now(rig: ForkRig) -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         os.sched_setaffinity(0, {min(cores)})
-        assert rig.call(_limits) == (0o027, soft - 1, {min(cores)})
+        assert rig.call(fork_bodies.limits) == (0o027, soft - 1, {min(cores)})
     finally:
         os.umask(umask)
         os.sched_setaffinity(0, cores)
@@ -534,7 +538,7 @@ def test_a_retired_process_ends_with_its_last_fork(
     make_source: Callable[..., Source], make_forks: Callable[..., ForkRig], tmp_path: Path
 ) -> None:
     rig = make_forks(source := make_source())
-    fork = rig.start(_wait_for, str(tmp_path))
+    fork = rig.start(fork_bodies.wait_for, str(tmp_path))
     assert eventually((tmp_path / "begun").exists)
     source.source.retire()
     assert "it was retired" in str(rig.start(os.getpid).until(ChildRefused).error)
@@ -548,7 +552,7 @@ def test_a_retired_process_ends_with_its_last_fork(
 
 
 def test_tasks_are_forks_of_one_process(warm: Warm) -> None:
-    children = [run(warm, spec_of(_parent)) for _ in range(8)]
+    children = [run(warm, spec_of(fork_bodies.parent)) for _ in range(8)]
     found = [child.value() for child in children]
     assert {parent for _, parent in found} == {source_pid(warm)}
     assert [pid for pid, _ in found] == [child.pid for child in children]
@@ -612,7 +616,7 @@ def test_a_process_that_was_killed_is_replaced(warm: Warm) -> None:
 
 
 def test_tasks_go_on_when_their_source_is_killed(warm: Warm, tmp_path: Path) -> None:
-    child = run(warm, spec_of(_wait_for, str(tmp_path)))
+    child = run(warm, spec_of(fork_bodies.wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
     os.kill(source_pid(warm), signal.SIGKILL)
     (tmp_path / "go").touch()
@@ -625,7 +629,7 @@ def test_a_process_that_does_not_report_an_end_is_killed(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forks, "LOOK_S", DEADLOCK_S)
-    child = run(warm, spec_of(_wait_for, str(tmp_path)))
+    child = run(warm, spec_of(fork_bodies.wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
     # After the fork, which may take longer.
     monkeypatch.setattr(forks, "ANSWER_S", 0.2)
@@ -716,7 +720,7 @@ def test_a_runner_that_is_closed_waits_for_no_import(
 def test_a_source_is_kept_while_a_fork_of_it_runs(
     warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = run(warm, spec_of(_wait_for, str(tmp_path)))
+    child = run(warm, spec_of(fork_bodies.wait_for, str(tmp_path)))
     assert eventually((tmp_path / "begun").exists)
     monkeypatch.setattr(standby, "CHECK_S", 0.02)
     monkeypatch.setattr(standby_kind, "IDLE_S", 0.2)
@@ -874,14 +878,14 @@ def test_sources_end_with_the_interpreter(warm: Warm) -> None:
 
 _PARENT = """
 import os, sys, time
-from tests.process import bodies
+from tests.process import bodies, fork_bodies
 from tests.process.rig import Rig, eventually, spec_of
-from tests.process.test_forks import FORKED, run, source_pid, start_and_wait
+from tests.process.test_forks import FORKED, run, source_pid
 from tests.process.warm import Warm
 folder = sys.argv[1]
 warm = Warm(Rig(), 0)
 children = [run(warm, spec_of(bodies.wait_long, f"{folder}/{n}")) for n in range(2)]
-children.append(run(warm, spec_of(start_and_wait, folder)))
+children.append(run(warm, spec_of(fork_bodies.start_and_wait, folder)))
 print(source_pid(warm), *[child.pid for child in children], flush=True)
 THEN
 time.sleep(600)
@@ -925,168 +929,3 @@ def test_nothing_outlives_the_parent(tmp_path: Path, signum: int, fork: str) -> 
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-# Bodies.
-
-
-def _parent() -> tuple[int, int]:
-    return os.getpid(), os.getppid()
-
-
-def _describe() -> dict[str, Any]:
-    print("printed")
-    print("complained", file=sys.stderr)
-    kinds = []
-    for descriptor in range(3, 100):
-        with contextlib.suppress(OSError):
-            kinds.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return {
-        "pid": os.getpid(),
-        "parent": os.getppid(),
-        "session": os.getsid(0),
-        "variable": os.environ.get("PREFECT_GPU_TEST"),
-        "cwd": os.getcwd(),
-        "argv": sys.argv,
-        "sockets": sum(kind.startswith("socket:") for kind in kinds),
-    }
-
-
-def _count() -> tuple[int, float]:
-    import numpy as np
-
-    np.seen = getattr(np, "seen", 0) + 1  # type: ignore[attr-defined]
-    return np.seen, float(np.random.random())  # type: ignore[attr-defined]
-
-
-def _draw_all() -> tuple[list[float], list[float]]:
-    import random
-
-    import has_generators as library  # type: ignore[import-not-found]
-    import numpy as np
-    import torch
-
-    fixed = [library.FIXED, library.LATER, library.STATED, library.FIXED_STATE, library.FIXED_DRAWS]
-    drawn = [
-        library.OWN.random(),
-        library.WITHOUT_HASH.random(),
-        library.STATE.random(),
-        library.DRAWS.random(),
-    ]
-    drawn += [random.random(), np.random.rand(), torch.rand(1).item()]
-    return drawn, [float(each.random()) for each in fixed]
-
-
-def _draw_seeded() -> list[float]:
-    import random
-
-    import numpy as np
-    import sets_seeds  # type: ignore[import-not-found] # noqa: F401
-    import torch
-
-    return [random.random(), np.random.rand(), torch.rand(1).item()]
-
-
-def _numbers_of(modules: list[str]) -> list[int]:
-    return [importlib.import_module(name).NUMBER for name in modules]
-
-
-def _drawn() -> tuple[float, str]:
-    import draws_at_import  # type: ignore[import-not-found]
-
-    return draws_at_import.NUMBER, str(draws_at_import.NAME)
-
-
-def _use_library(name: str) -> tuple[str | None, str | None]:
-    import acts_as_libraries_do  # type: ignore[import-not-found]
-
-    acts_as_libraries_do.LOG.write(name)
-    return os.environ.get("OF_A_LIBRARY"), os.environ.get("PREFECT_GPU_TEST")
-
-
-def _folders_of_library() -> tuple[str, str]:
-    import acts_as_libraries_do
-
-    folders: tuple[str, str] = acts_as_libraries_do.FOLDERS
-    return folders
-
-
-def _print_by_c() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).printf(b"by C\n")
-
-
-def _import(name: str) -> None:
-    __import__(name)
-
-
-def _compute(cpus: int) -> tuple[float, float]:
-    import numpy as np
-    import torch
-
-    torch.set_num_threads(cpus)
-    ones = np.ones((300, 300))
-    return float((ones @ ones).sum()), float((torch.ones(300, 300) @ torch.ones(300, 300)).sum())
-
-
-def _train() -> float:
-    """Train with a convolution on data that workers load; return the last loss."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    torch.manual_seed(0)
-    torch.set_num_threads(2)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 1)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = DataLoader(TensorDataset(torch.ones(8, 1, 8, 8)), batch_size=4, num_workers=1)
-    for (batch,) in data:
-        loss = model(batch).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return round(float(loss.detach()), 6)
-
-
-def _limits() -> tuple[int, int, set[int]]:
-    umask = os.umask(0)
-    return umask, resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.sched_getaffinity(0)
-
-
-def _leave_open(folder: str) -> None:
-    import atexit
-    import time
-
-    def write(name: str, text: str) -> None:
-        with open(os.path.join(folder, name), "w") as file:
-            file.write(text)
-
-    def slowly() -> None:
-        time.sleep(0.2)
-        write("by a thread", "waited for")
-
-    atexit.register(write, "at exit", "called")
-    threading.Thread(target=slowly).start()
-    sys.never_closed = open(os.path.join(folder, "never closed"), "w")  # type: ignore[attr-defined]  # noqa: SIM115
-    sys.never_closed.write("all of it")  # type: ignore[attr-defined]
-
-
-def start_and_wait(folder: str) -> None:
-    """Start a process in the group, and one in a session of its own."""
-    pids = []
-    for name, own_session in (("group", False), ("session", True)):
-        line = f"import pathlib, time; pathlib.Path({folder!r}, {name!r}).touch(); time.sleep(600)"
-        process = subprocess.Popen([sys.executable, "-c", line], start_new_session=own_session)
-        pids.append(process.pid)
-        assert eventually(Path(folder, name).exists)
-    Path(folder, "pids").write_text(" ".join(map(str, pids)))
-    bodies.touch(f"{folder}/ready")
-    bodies.wait_long(f"{folder}/waits")
-
-
-def _wait_for(folder: str) -> str:
-    bodies.touch(f"{folder}/begun")
-    assert eventually(Path(folder, "go").exists)
-    return "went on"

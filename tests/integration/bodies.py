@@ -119,6 +119,11 @@ def endless(folder: str) -> None:
     time.sleep(600)
 
 
+def scaled(factor: int, x: int) -> tuple[int, int]:
+    """Used through `functools.partial`."""
+    return factor * x, os.getpid()
+
+
 class ShopError(Exception):
     """An error with an attribute."""
 

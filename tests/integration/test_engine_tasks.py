@@ -27,6 +27,7 @@ from prefect.utilities.urls import url_for
 
 from prefect_gpu import GPUTaskRunner, current_allocation, gpu
 from prefect_gpu.testing import allocate
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -56,11 +57,6 @@ class Model:
         return 2 * x, os.getpid()
 
 
-def scaled(factor: int, x: int) -> tuple[int, int]:
-    """Used through `functools.partial`."""
-    return factor * x, os.getpid()
-
-
 def test_every_kind_of_body_runs_in_a_process_of_its_own() -> None:
     @task(tags=SMALL)
     async def async_body(x: int) -> tuple[int, int]:
@@ -87,7 +83,7 @@ def test_every_kind_of_body_runs_in_a_process_of_its_own() -> None:
     @flow(task_runner=RUNNER)
     def everything() -> None:
         model = Model(100)
-        made = task(functools.partial(scaled, 7), name="made", tags=SMALL)
+        made = task(functools.partial(bodies.scaled, 7), name="made", tags=SMALL)
         kept["sync"] = {
             "async": async_body.submit(1).result(),
             "closure": closure.submit(1),
@@ -446,8 +442,7 @@ def test_nested_gpu_tasks_get_what_those_around_them_do_not_use_or_fail() -> Non
 
 
 def test_flows_of_one_process_share_devices_and_reservations() -> None:
-    @task(tags=gpu(memory="6GiB"))
-    def big(name: str) -> tuple[str, float, float, str]:
+    def hold(name: str) -> tuple[str, float, float, str]:
         import time
 
         began = time.time()
@@ -456,9 +451,9 @@ def test_flows_of_one_process_share_devices_and_reservations() -> None:
         assert allocation is not None
         return name, began, time.time(), allocation.device_uuids[0]
 
-    @task(tags=gpu(exclusive=True))
-    def unsaid(name: str) -> tuple[str, float, float, str]:
-        return big.fn(name)
+    # Two tasks of one function: a body that refers to a task imports Prefect.
+    big = task(hold, name="big", tags=gpu(memory="6GiB"))
+    unsaid = task(hold, name="unsaid", tags=gpu(exclusive=True))
 
     @flow(task_runner=GPUTaskRunner(devices=api.ONE, reports=False))
     def inner() -> list[Any]:

@@ -89,17 +89,27 @@ def keep(page: Page, name: str) -> None:
         save(page, Path(folder, name))
 
 
+def check_scheme(page: Page, folder: Path, name: str, dark: bool) -> None:
+    """Save a screenshot, also without a folder in the environment; one of a dark page is dark."""
+    out = Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", folder), name)
+    save(page, out)
+    with Image.open(out) as picture:
+        width, height = picture.size
+        corner = picture.convert("L").getpixel((width - 3, height - 3))
+    assert isinstance(corner, int) and (corner < 80) == dark, corner
+
+
 UIS = pytest.mark.parametrize("ui", ["v2", "v1"])
 #: Each UI, and each colour scheme, once.
 SCHEMES = pytest.mark.parametrize(("ui", "dark"), [("v2", False), ("v1", True)])
 
 
-@UIS
+@SCHEMES
 def test_a_browser_shows_the_numbers_and_the_chart_of_a_task_report(
-    api_url: str, page: Page, ui: UI
+    api_url: str, page: Page, tmp_path: Path, ui: UI, dark: bool
 ) -> None:
     seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-memory-evaluate"), ui)
-    keep(page, f"task-report-{ui}.png")
+    check_scheme(page, tmp_path, f"task-report-{ui}{'-dark' * dark}.png", dark)
     assert seen.image_widths == [720]
     assert "it needed 5.5GiB of its 6GiB budget (92%)" in seen.text
     assert "Peak held by the framework" in seen.text
@@ -125,12 +135,12 @@ def test_a_click_unfolds_the_memory_summary_of_pytorch(api_url: str, page: Page,
     assert unfold(page, "PyTorch's memory summary", title) == PAGE.splitlines()
 
 
-@UIS
+@pytest.mark.parametrize(("ui", "dark"), [("v2", True), ("v1", False)])
 def test_a_browser_shows_every_process_and_the_devices_of_a_flow_report(
-    api_url: str, page: Page, ui: UI
+    api_url: str, page: Page, tmp_path: Path, ui: UI, dark: bool
 ) -> None:
     seen = open_artifact(page, api_url, artifact_id(api_url, "gpu-flow-nightly"), ui)
-    keep(page, f"flow-report-{ui}.png")
+    check_scheme(page, tmp_path, f"flow-report-{ui}{'-dark' * dark}.png", dark)
     assert seen.image_widths == [720]
     assert "17 task runs: 16 completed, 1 failed; 19 attempts" in seen.text
     assert "gpu:memory=16GiB" in seen.text
@@ -142,21 +152,6 @@ def test_a_browser_shows_the_progress_of_a_flow(api_url: str, page: Page, ui: UI
     path = f"artifacts/artifact/{artifact_id(api_url, 'gpu-progress-nightly')}"
     open_page(page, api_url, path, "20 of 40 ended, 4 running, 16 waiting for a device", ui)
     page.get_by_text("50%").first.wait_for(state="visible", timeout=PATIENCE_MS)
-
-
-@pytest.mark.parametrize("dark", [True])
-@pytest.mark.parametrize(("name", "ui"), [("memory-evaluate", "v1"), ("flow-nightly", "v2")])
-def test_a_chart_is_there_on_a_dark_page(
-    api_url: str, page: Page, tmp_path: Path, name: str, ui: UI, dark: bool
-) -> None:
-    out = Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", tmp_path), f"{name}-{ui}-dark.png")
-    seen = open_artifact(page, api_url, artifact_id(api_url, f"gpu-{name}"), ui)
-    save(page, out)
-    assert seen.image_widths == [720]
-    with Image.open(out) as picture:
-        width, height = picture.size
-        corner = picture.convert("L").getpixel((width - 3, height - 3))
-    assert isinstance(corner, int) and corner < 80, "the page is dark"
 
 
 class TwoModels:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.programs import MAX_RETRIES, Workplace, workplace
+from tests.ui.server import migrated
 
 # A standby costs a start of a process for each kind of task, and competes with the tests that run
 # beside it: only tests about standbys start them, with an argument of the runner.
@@ -92,10 +93,16 @@ def prefect_server(
 def _one_server(folder: Path) -> Iterator[str]:
     """Use the server of the first process that comes to a folder, which ends it after all others."""
     from prefect.server.api.server import SubprocessASGIServer
-    from prefect.settings import PREFECT_API_URL
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_DATABASE_CONNECTION_URL
     from prefect.testing.utilities import prefect_test_harness
 
     port = folder / "prefect-server-port"
+    really_start = SubprocessASGIServer.start
+
+    def start(server: SubprocessASGIServer, timeout: int | None = None) -> None:
+        url = PREFECT_SERVER_DATABASE_CONNECTION_URL.value() or ""
+        with migrated(Path(url.partition(":///")[2])):
+            really_start(server, timeout)
 
     def join(server: SubprocessASGIServer, timeout: int | None = None) -> None:
         server.port = int(port.read_text())
@@ -107,7 +114,7 @@ def _one_server(folder: Path) -> Iterator[str]:
             with pytest.MonkeyPatch.context() as patch:
                 if not is_first:
                     fcntl.flock(users, fcntl.LOCK_SH)
-                    patch.setattr(SubprocessASGIServer, "start", join)
+                patch.setattr(SubprocessASGIServer, "start", start if is_first else join)
                 stack.enter_context(prefect_test_harness(server_startup_timeout=270))
             url = PREFECT_API_URL.value() or ""
             port.write_text(str(urlsplit(url).port))

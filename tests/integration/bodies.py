@@ -47,6 +47,24 @@ def hold_batch(batch: int) -> None:
         time.sleep(0.4)
 
 
+def count_turns(folder: str) -> tuple[int, int]:
+    """Count until a file comes, and tell which process it is and how far it is."""
+    allocation = current_allocation()
+    assert allocation is not None
+    # Replaced: a reader, or a stop, must not find a file while it is written.
+    new = Path(folder, "new")
+    with allocate("3GiB"):
+        turns = 0
+        new.write_text(str(os.getpid()))
+        new.replace(Path(folder, "run"))
+        while not Path(folder, "go").exists():
+            turns += 1
+            new.write_text(str(turns))
+            new.replace(Path(folder, "turns"))
+            time.sleep(0.02)
+        return turns, allocation.attempt
+
+
 def grow(name: str, folder: str, sizes: list[str]) -> int:
     """Take memory piece by piece, once another task holds its own; tell which process this is."""
     allocation = current_allocation()

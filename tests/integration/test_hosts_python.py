@@ -177,6 +177,7 @@ def test_a_test_under_pytest(place: Workplace, mode: str) -> None:
     done = place.run(
         "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir=suite",
         f"--import-mode={mode}", "suite",
+        environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert "1 passed" in done.stdout
     assert done.stdout.count("child prints") == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import subprocess
 import sys
@@ -16,12 +16,11 @@ from uuid import uuid4
 import psutil
 import pytest
 from prefect import flow, task
-from prefect.runtime import task_run
 
-from prefect_gpu import GPUTaskRunner, current_allocation, gpu
+from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.suspension import suspended
 from prefect_gpu.suspension.driver_calls import DriverCalls
-from prefect_gpu.testing import allocate
+from tests.integration import bodies
 from tests.integration import engine_api as api
 
 pytestmark = pytest.mark.usefixtures("prefect_server")
@@ -55,36 +54,24 @@ def command(*words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@task(tags=gpu(memory="4GiB"))
-def count(folder: str) -> tuple[int, int]:
-    """Count until a file comes, and tell how far it is."""
-    allocation = current_allocation()
-    assert allocation is not None
-    with allocate("3GiB"):
-        turns = 0
-        Path(folder, "run").write_text(f"{task_run.id} {task_run.name} {os.getpid()}")
-        while not Path(folder, "go").exists():
-            turns += 1
-            # Replaced: a reader, or a stop, must not find it while it is written.
-            Path(folder, "turns.new").write_text(str(turns))
-            Path(folder, "turns.new").replace(Path(folder, "turns"))
-            time.sleep(0.02)
-        return turns, allocation.attempt
+count = task(bodies.count_turns, tags=gpu(memory="4GiB"))
 
 
 class Running:
     """A flow on a thread of its own, whose one task counts."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.devices = f"{api.ONE}@{uuid4().hex}"
+        self.name = f"count-{uuid4().hex[:8]}"
         self.ends: list[Any] = []
+        futures: list[Any] = []
 
         @flow(task_runner=GPUTaskRunner(devices=self.devices))
         def counts() -> Any:
-            future = count.with_options(**options).submit(str(folder))
-            future.wait()
-            return future.state
+            futures.append(count.with_options(task_run_name=self.name).submit(str(folder)))
+            futures[0].wait()
+            return futures[0].state
 
         def run() -> None:
             self.ends.append(counts(return_state=True))
@@ -92,25 +79,22 @@ class Running:
         self.began_s = time.monotonic()
         self.thread = threading.Thread(target=run)
         self.thread.start()
-        self.id, self.name, self.pid = api.until(
-            lambda: len(words := self.read("run").split()) == 3 and words, "the body"
-        )
+        self.pid = api.until(lambda: self.read("run"), "the body")
+        self.id = str(futures[0].task_run_id)
 
     def read(self, name: str) -> str:
         path = self.folder / name
         return path.read_text() if path.exists() else ""
 
-    def processes(self) -> list[str]:
-        """The process that counts; none while it writes the file."""
-        return self.read("run").split()[-1:]
-
     def status(self) -> str:
-        return psutil.Process(int(self.pid)).status()
+        return psutil.Process(int(self.read("run"))).status()
 
     def end(self) -> Any:
         Path(self.folder, "go").touch()
-        # After an assertion that has failed it may still be away.
-        command("resume", self.name)
+        # After an assertion that has failed it may still be away. A command takes a second to import Prefect.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self.status() == psutil.STATUS_STOPPED:
+                command("resume", self.name)
         self.thread.join(api.PATIENCE_S)
         return self.ends[0].result()
 
@@ -162,7 +146,7 @@ def test_a_process_that_the_driver_loses_runs_again_and_is_not_suspended_again(
         command("suspend", run.name)
         if step == "restore":
             command("resume", run.name)
-        api.until(lambda: run.processes() not in ([], [run.pid]), "another process")
+        api.until(lambda: run.read("run") not in ("", run.pid), "another process")
     finally:
         state = run.end()
     assert state.result()[1] == 2
@@ -180,15 +164,15 @@ def test_a_suspended_task_ends_at_once_when_it_is_cancelled(
     driver()
     devices = f"{api.ONE}@{uuid4().hex}"
 
+    name = f"count-{uuid4().hex[:8]}"
+
     @flow(task_runner=GPUTaskRunner(devices=devices))
     def fails() -> None:
-        count.submit(str(tmp_path))
-        words = api.until(
-            lambda: (tmp_path / "run").exists() and (tmp_path / "run").read_text().split()
-        )
-        code, said = command("suspend", words[1])
+        count.with_options(task_run_name=name).submit(str(tmp_path))
+        api.until((tmp_path / "run").exists)
+        code, said = command("suspend", name)
         assert code == 0, said
-        raise ValueError(words[2])
+        raise ValueError((tmp_path / "run").read_text())
 
     with pytest.raises(ValueError, match=r"^\d+$") as raised:
         fails()

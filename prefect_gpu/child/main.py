@@ -133,6 +133,7 @@ def _run(
     failed: BaseException | None = None
     raised, text = False, ""
     changes: PackedValue | None = None
+    context_bytes: int | None = None
     try:
         interrupts.begin(prepare.interpreter)
         hooks.install(adapters, prepare.policy)
@@ -178,6 +179,7 @@ def _run(
                 sampler.stop()
             recorder.finish()
             _end_others(client)
+            context_bytes = readings.context_bytes()
             changed = late_prefect.commit()
         in_task.set_current_recorder(None)
         if changed is not None:
@@ -195,7 +197,7 @@ def _run(
         data = values.dump_exception(failed, reducers)
     # The flow's process does not answer once it has the value.
     stand_ins.set_source(None)
-    ended = BodyEnded(raised, shortage, text, *sampler.last(), changes)
+    ended = BodyEnded(raised, shortage, text, *sampler.last(), changes, context_bytes)
     channel.send_with_value(ended, data)
 
 

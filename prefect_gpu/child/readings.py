@@ -115,12 +115,13 @@ class Readings:
         known = [use.process_bytes for use in self.own() if use.process_bytes is not None]
         return sum(known) if known else None
 
-    def context_bytes(self, counters: Counters | None) -> int | None:
-        """Return the device memory outside the allocators, whose `counters` were just read; `None`: not known.
+    def context_bytes(self) -> int | None:
+        """Return the device memory outside the allocators; `None`: not known. Asks the driver, which hangs after some faults.
 
         Only the driver of a process with a limit of memory (a client of MPS) tells how much the process holds.
         """
         limit = mps.limit_bytes(os.environ)
+        counters = None if limit is None else self.counters()
         if limit is None or counters is None or counters.reserved_bytes is None:
             return None
         free = free_bytes()

@@ -272,10 +272,6 @@ class Recorder:
                 self._take(*found, at_end=at_end)
             return found
 
-    def context_bytes(self, counters: Counters | None) -> int | None:
-        """See `Readings.context_bytes`."""
-        return self._source.context_bytes(counters)
-
     def counters(self, *, at_end: bool = False) -> Counters | None:
         """Read, record and return all counters (`at_end`: of the end of a step); `None`: unknown."""
         with self._lock:
@@ -427,13 +423,7 @@ END_S = 30.0
 
 #: Counters, used frameworks, steps, marks, largest resident set in bytes, metrics.
 LastReadings = tuple[
-    Counters | None,
-    tuple[str, ...],
-    StepFacts | None,
-    tuple[Mark, ...],
-    int,
-    dict[str, float],
-    int | None,
+    Counters | None, tuple[str, ...], StepFacts | None, tuple[Mark, ...], int, dict[str, float]
 ]
 
 
@@ -476,15 +466,7 @@ class LiveSampler:
         counters, used = self._recorder.counters(), hooks.frameworks_in_use()
         # On Linux `ru_maxrss` begins with the parent's memory before the exec.
         peak_bytes = read_own_bytes("VmHWM")
-        context_bytes = self._recorder.context_bytes(counters)
-        return (
-            counters,
-            used,
-            *self._recorder.take(),
-            peak_bytes,
-            self._recorder.metrics,
-            context_bytes,
-        )
+        return counters, used, *self._recorder.take(), peak_bytes, self._recorder.metrics
 
     def _run(self) -> None:
         try:

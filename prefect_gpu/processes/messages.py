@@ -270,10 +270,10 @@ class BodyEnded(Message):
     #: Largest resident set of the child so far, in bytes; 0: unknown.
     host_peak_bytes: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    #: Device memory outside the frameworks' allocators, in bytes; `None`: only readings by others show it.
-    context_bytes: int | None = None
     #: Pickled `ContextChanges`; `None`: no changes, or the body raised.
     changes: PackedValue | None = None
+    #: Device memory outside the frameworks' allocators, in bytes; `None`: not known, or the body raised.
+    context_bytes: int | None = None
 
 
 def encode(message: Message) -> bytes:

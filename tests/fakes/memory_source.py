@@ -68,10 +68,6 @@ class FakeSource:
         self.on_sample()
         return (self.live, self.retries) if self.touched else None
 
-    def context_bytes(self, counters: Counters | None) -> int | None:
-        """As of a process without a limit."""
-        return None
-
     def counters(self) -> Counters | None:
         self.readings += 1
         self.on_counters()

@@ -260,7 +260,8 @@ def test_a_client_of_mps_knows_its_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("prefect_gpu.child.readings.free_bytes", lambda: left)
-    assert readings().context_bytes(counters) is None
+    monkeypatch.setattr(hooks, "collect_counters", lambda adapters: counters)
+    assert readings().context_bytes() is None
     for name, value in mps.client_environment("/run/mps", 4 * GIB, None).items():
         monkeypatch.setenv(name, value or "")
-    assert readings().context_bytes(counters) == context
+    assert readings().context_bytes() == context

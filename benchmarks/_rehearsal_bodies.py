@@ -180,7 +180,7 @@ def crash() -> float:
 
 
 def alone(name: str, arguments: list[Any]) -> Any:
-    """Call a body by its name, without Prefect; a list of its value, or the type of its exception."""
+    """Call a body by its name, without Prefect; return its value, or the type of its exception as text."""
     try:
         return globals()[name](*arguments)
     except Exception as error:

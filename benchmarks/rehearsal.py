@@ -20,6 +20,7 @@ alone, the requests' waits, the devices' use over time, and what is left of memo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -52,6 +53,9 @@ PART = "PREFECT_GPU_REHEARSAL"
 #: Seconds after the last request in which all must have ended, and after a kill.
 ENDING_S, KILLED_S = 90.0, 5.0
 
+#: Seconds to wait for the remaining output of a part that has ended.
+OUTPUT_S = 5.0
+
 #: Steps of the training alone.
 ALONE_STEPS = 3000
 
@@ -65,6 +69,9 @@ STATES = {"run_out": {"Failed"}, "crash": {"Failed"}, "fit": {"Completed", "Cach
 
 #: Most seconds that a request waits: in the median, and of 95 %.
 MEDIAN_S, MOST_S = 1.0, 20.0
+
+#: Columns of each device in the table over time, with their units.
+COLUMNS = (("busy", ""), ("most used", ", GB"), ("power", ", W"))
 
 Calls = list[tuple[str, list[Any]]]
 
@@ -138,6 +145,7 @@ class Part:
 
     name: str
     process: subprocess.Popen[str]
+    log: Path
     #: Ids of its flow runs.
     flow_runs: list[str] = field(default_factory=list)
     #: Name, arguments and value of each task run that returned.
@@ -146,19 +154,23 @@ class Part:
     waits: list[tuple[str, float, float]] = field(default_factory=list)
     killed: bool = False
 
-    def read(self, stream: IO[str], log: IO[str]) -> None:
+    def __post_init__(self) -> None:
+        self.reader = threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True)
+        self.reader.start()
+
+    def _read(self, stream: IO[str]) -> None:
         """Read what the process prints, to its end."""
-        for line in stream:
-            kind, _, rest = line.partition(" ")
-            if kind == "FLOW":
-                self.flow_runs.append(rest.strip())
-            elif kind == "VALUE":
-                self.values.append(tuple(json.loads(rest)))
-            elif kind == "WAIT":
-                self.waits.append(tuple(json.loads(rest)))
-            else:
-                log.write(line)
-        log.close()
+        with self.log.open("w") as log:
+            for line in stream:
+                kind, _, rest = line.partition(" ")
+                if kind == "FLOW":
+                    self.flow_runs.append(rest.strip())
+                elif kind == "VALUE":
+                    self.values.append(tuple(json.loads(rest)))
+                elif kind == "WAIT":
+                    self.waits.append(tuple(json.loads(rest)))
+                else:
+                    log.write(line)
 
 
 class Load:
@@ -190,22 +202,19 @@ class Load:
             text=True,
             start_new_session=True,
         )
-        part = Part(name, process)
+        part = Part(name, process, self._folder / f"{name}-{len(self.parts)}.log")
         self.parts.append(part)
-        log = (self._folder / f"{name}-{len(self.parts)}.log").open("w")
-        threading.Thread(target=part.read, args=(process.stdout, log), daemon=True).start()
         return part
 
     def kill_half_way(self, part: Part, limit_s: float) -> int:
         """Kill the flow once half of its tasks have ended; return how many of its processes are left."""
         deadline = time.time() + limit_s
-        while len(part.values) < SWEPT // 2 and part.process.poll() is None:
-            if time.time() > deadline:
-                break
+        while len(part.values) < SWEPT // 2 and time.time() < deadline:
             time.sleep(0.2)
+        # One that has ended by then is not killed, and not counted as killed.
+        part.killed = part.process.poll() is None
         part.process.kill()
         part.process.wait()
-        part.killed = True
         return self.count_left(part.name, KILLED_S)
 
     def count_left(self, name: str = "", patience_s: float = 15.0) -> int:
@@ -220,7 +229,7 @@ class Load:
 
     def wait(self) -> list[str]:
         """Wait until all parts have ended; kill and return those that do not, or that fail."""
-        wrong = []
+        wrong = [] if any(part.killed for part in self.parts) else ["no flow was killed half-way"]
         for part in self.parts:
             try:
                 part.process.wait(max(1.0, self._until_s + ENDING_S - time.time()))
@@ -230,9 +239,22 @@ class Load:
             else:
                 if part.process.returncode and not part.killed:
                     wrong.append(f"{part.name} ended with {part.process.returncode}")
+            # Its last lines may not be read yet.
+            part.reader.join(OUTPUT_S)
+        return wrong
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Kill the parts that run still, as after Ctrl-C: they have sessions of their own."""
+        for part in self.parts:
+            # Not what an ended part has left, which is counted.
+            if part.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(part.process.pid, signal.SIGKILL)
         self._stopped.set()
         self._sampler.join()
-        return wrong
 
     def _sample(self) -> None:
         handles = _devices.handles()
@@ -311,9 +333,6 @@ def print_timeline(samples: list[tuple[float, list[tuple[float, int, float]]]], 
     busy = [statistics.fmean(sample[1][i][0] for sample in samples) for i in devices]
     for i in devices:
         print(f"device {i}: busy for {busy[i]:.0%} of the time, {whole[i]:.1f} kJ")
-
-
-COLUMNS = (("busy", ""), ("most used", ", GB"), ("power", ", W"))
 
 
 def draw(found: dict[str, Any]) -> str:
@@ -416,27 +435,35 @@ def rehearse(
         environment["PREFECT_INTEGRATIONS_GPU_DEVICES"] = "simulated:2x40GB"
     with _common.prefect_server() as url:
         _common.say("the server is there")
-        load = Load(url, folder, time.time() + given.seconds, environment)
-        for name in ("server", "requests", "training"):
-            load.start(name)
-        load.start("evaluations", str(given.batches), *libraries)
-        if others:
-            load.start("frameworks", *others)
-        swept = load.start("sweep")
-        time.sleep(given.seconds / 5)
-        if devices:
-            load.start("troubles")
-        killed_left = load.kill_half_way(swept, given.seconds / 2)
-        _common.say(f"a flow is killed after {len(swept.values)} values, and started again")
-        load.start("sweep")
-        wrong = load.wait()
-        _common.say("all parts have ended")
-        flow_runs = [run for part in load.parts if not part.killed for run in part.flow_runs]
-        waits = [wait for part in load.parts for wait in part.waits]
-        states = read_states(url, flow_runs, [wait[0] for wait in waits])
+        until_s = time.time() + given.seconds
+        with Load(url, folder, until_s, environment) as load:
+            for name in ("server", "requests", "training"):
+                load.start(name)
+            load.start("evaluations", str(given.batches), *libraries)
+            if others:
+                load.start("frameworks", *others)
+            swept = load.start("sweep")
+            time.sleep(given.seconds / 5)
+            if devices:
+                load.start("troubles")
+            killed_left = load.kill_half_way(swept, given.seconds / 2)
+            _common.say(f"a flow is killed after {len(swept.values)} values, and started again")
+            load.start("sweep")
+            wrong = load.wait()
+            _common.say("all parts have ended")
+            flow_runs = [run for part in load.parts if not part.killed for run in part.flow_runs]
+            waits = [wait for part in load.parts for wait in part.waits]
+            states = read_states(url, flow_runs, [wait[0] for wait in waits])
     values = [value for part in load.parts for value in part.values]
+    names = {"answer", "evaluate", "fit", "train", *(f"with_{other}" for other in others)}
+    names |= {"crash", "leak", "run_out"} if devices else set()
     return {
         "wrong": wrong,
+        "missing": sorted(names - states.keys()),
+        # Without the killed flow, whose states Prefect's server does not learn.
+        "told": Counter(
+            name for part in load.parts if not part.killed for name, _, _ in part.values
+        ),
         "states": {name: dict(counts) for name, counts in sorted(states.items())},
         "values": Counter(name for name, _, _ in values),
         "wrong_values": [
@@ -478,7 +505,13 @@ def judge(found: dict[str, Any], given: argparse.Namespace) -> list[_bound.Check
         for state, count in states.items()
         if state not in STATES.get(name, {"Completed"})
     )
+    lost = sum(
+        max(0, states.get("Completed", 0) + states.get("Cached", 0) - found["told"].get(name, 0))
+        for name, states in found["states"].items()
+    )
     checks = [
+        _bound.Check("tasks without a run", len(found["missing"]), 0),
+        _bound.Check("completed task runs without a value", lost, 0),
         _bound.Check("parts that did not end well", len(found["wrong"]), 0),
         _bound.Check("task runs in an unexpected state", unexpected, 0),
         _bound.Check("values other than alone", len(found["wrong_values"]), 0),

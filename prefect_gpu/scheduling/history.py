@@ -6,10 +6,10 @@ known, `ladder` gives the memory after an out-of-memory. The formula:
     need(run) = max(LIVE_FACTOR × growth × live, live + margin) + context
     budget    = max(need of the completed runs, floor)
 
-*live* is the peak of the memory that frameworks had allocated, in steady steps if the run shows steps that are alike. *margin* is what the run's allocators held above it, within bounds.
-*context* is the memory outside their allocators, *floor* the result of `known_floor_bytes`. *growth* is 1 until a
-budget was too small, then `growth_factor`. Measured on an H200, 2026-11-20: a ResNet-50 in training that took 13.2 GiB
-because the device was empty needs 4.8 GiB to run as fast.
+*live* is the peak of the memory that frameworks had allocated, in steady steps if the run shows steps that are alike.
+*margin* is the result of `margin_bytes`. *context* is the memory outside the frameworks' allocators, *floor* the result
+of `known_floor_bytes`. *growth* is 1 until a budget was too small, then `growth_factor`. Measured on an H200,
+2026-11-20: a ResNet-50 in training that took 13.2 GiB because the device was empty needs 4.8 GiB to run as fast.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ LIVE_FACTOR = 1.3
 #: Largest factor on a budget for runs whose needs differ.
 MOST_GROWTH = 2.0
 
-#: Least difference of budget and live memory: allocators take memory in segments (PyTorch's of 20 MiB). Between the two, what
-#: the allocators held above live memory: blocks that differ in size do not fit each other's places. Thirty architectures
-#: in batches of 64 without gradients (`benchmarks/rehearsal.py`, H200, 2026-11-30) needed up to 316 MiB.
-LIVE_MARGIN_BYTES, MOST_MARGIN_BYTES = 64 * MIB, 320 * MIB
+#: Least result of `margin_bytes`: allocators take memory in segments (PyTorch's of 20 MiB).
+LIVE_MARGIN_BYTES = 64 * MIB
+
+#: Largest result of `margin_bytes`. With 1.3 times their live memory, some 0.7 GiB, evaluations of thirty architectures
+#: were short of up to 112 MiB (docs/evidence/gpu-rehearsal.txt), which makes 0.3 × 0.7 GiB + 112 MiB, rounded down.
+MOST_MARGIN_BYTES = 320 * MIB
 
 #: Budgets are multiples of this many bytes, the size to which drivers and allocators round.
 ROUND_BYTES = 2 * MIB
@@ -333,7 +335,10 @@ def _basis_bytes(run: PastRun) -> int:
 
 
 def margin_bytes(run: PastRun) -> int:
-    """Return the bytes that a run needs above its live memory at least, from `LIVE_MARGIN_BYTES` to `MOST_MARGIN_BYTES`."""
+    """Return the least bytes of a budget above the live memory of a run: those that its allocators held, within bounds.
+
+    Blocks that differ in size do not fit each other's places, so that an allocator holds more than is allocated.
+    """
     held = (run.process_bytes or 0) - run.context_bytes - _basis_bytes(run)
     return min(max(LIVE_MARGIN_BYTES, held), MOST_MARGIN_BYTES)
 

@@ -74,15 +74,14 @@ class Evidence:
 def classify(evidence: Evidence) -> Cause:
     """Return the cause of an out-of-memory in a framework: `own_cap`, `foreign` or `crowded`.
 
-    `own_cap` if the error says so, or a process with a cap or limit failed while the device had the wanted bytes free. Otherwise
-    `foreign` if foreign memory grew by the missing bytes, `own_cap` if the process needs more than its budget or is alone
-    on the device, and `crowded` in all other cases.
+    `own_cap` if the error says so, or a process with a cap or limit failed while the device had the wanted bytes free.
+    Otherwise `foreign` if foreign memory grew by the missing bytes, `own_cap` if the process needs more than its budget
+    or is alone on the device, and `crowded` in all other cases.
     """
     if evidence.says_own_cap:
         return "own_cap"
     # `says_own_cap=False`: the error says that the driver refused, not the cap.
-    capped = evidence.cap_bytes is not None and evidence.says_own_cap is None
-    capped = capped or evidence.limited
+    capped = evidence.limited or (evidence.cap_bytes is not None and evidence.says_own_cap is None)
     wanted = evidence.wanted_bytes or 0
     free = evidence.free_bytes
     if free is None:
@@ -164,10 +163,10 @@ def next_attempt(
     if climb.processes >= MOST_PROCESSES:
         return f"{climb.processes} processes have run out of memory, the last with {budget}{wanted}"
     if cause == "own_cap":
-        if (evidence.wanted_bytes or 0) > capacity_bytes:
+        if evidence.wanted_bytes is not None and evidence.wanted_bytes > capacity_bytes:
             # The next process would only wait for an empty device, and keep others from it.
-            at_once = format_bytes(evidence.wanted_bytes or 0)
-            return f"it asked for {at_once} at once, more than the {format_bytes(capacity_bytes)} of a whole device"
+            asked, most = format_bytes(evidence.wanted_bytes), format_bytes(capacity_bytes)
+            return f"it asked for {asked} at once, more than the {most} of a whole device"
         if climb.whole_device or evidence.budget_bytes >= capacity_bytes:
             return f"a whole device was not enough, {budget}{wanted}"
         if evidence.shared_probe or climb.from_error:

@@ -49,7 +49,9 @@ class Source:
         #: Files that libraries have opened.
         self._opened: list[weakref.ref[Any]] = []
         self._seeds = RandomSeeds()
-        #: First import that has started native threads of a library that is not in `WITH_THREADS`; empty: none.
+        #: Handler of SIGCHLD after the imports.
+        self._of_flow: Any = signal.SIG_DFL
+        #: The first import that started native threads of a library outside `WITH_THREADS`; empty: no import did.
         self._threading = ""
         self._threads, self._roots = _threads_and_roots()
 
@@ -73,9 +75,9 @@ class Source:
         self._seeds.look()
 
     def find_problem(self, entries: Iterable[str]) -> str:
-        """Return why this process must not be forked, although it has touched no device; empty: forking is safe.
+        """Return the reason why this process must not be forked, as text; empty: forks of the process are safe.
 
-        `entries` are the imports (`WarmSpec.modules`).
+        `entries` are the imports (`WarmSpec.modules`). The reasons of `warm_up.find_started` are not looked for.
         """
         names = [thread.name for thread in threading.enumerate()]
         if len(names) > 1:

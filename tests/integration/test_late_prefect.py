@@ -84,7 +84,9 @@ class Seen:
 
 @functools.cache
 def _look_around(late: bool) -> Seen:
-    def look(weights: Any, options: list[int], *rest: int, name: str, **others: Any) -> Any:
+    def look(
+        weights: Any, options: list[int], *rest: int, name: str, scale: float = 2.0, **others: Any
+    ) -> Any:
         import logging
         import sys
 
@@ -168,7 +170,7 @@ def test_a_body_finds_its_run(late: bool, seen: Seen) -> None:
 def test_a_body_finds_its_arguments_by_name(late: bool, seen: Seen) -> None:
     assert seen.found["same"], "each object has travelled once"
     assert seen.found["named"] == {
-        "weights": 2_400_000, "options": [1, 2], "rest": (3, 4), "name": f"late-{late}".lower(), "others": {"rate": 0.5}
+        "weights": 2_400_000, "options": [1, 2], "rest": (3, 4), "name": f"late-{late}".lower(), "scale": 2.0, "others": {"rate": 0.5}
     }  # fmt: skip
 
 

@@ -523,6 +523,16 @@ def test_which_processes_are_clients_of_mps(
 
 
 @pytest.mark.parametrize("pipes", [None, "/mps"])
+def test_the_driver_limits_clients_to_their_budget(pipes: str | None) -> None:
+    short = ended(RAISED, traceback=LINE, out_of_memory=OutOfMemory("torch"))
+    scene = Scene(*short, ChildExited(0, ""), pipes=pipes)
+    with pytest.raises(type(RAISED)):
+        scene.go()
+    evidence = scene.attempt.evidence()
+    assert evidence is not None and evidence.limited is (pipes is not None)
+
+
+@pytest.mark.parametrize("pipes", [None, "/mps"])
 def test_clients_do_not_keep_a_device_to_themselves(pipes: str | None) -> None:
     scene = Scene(*ended(7), ChildExited(0, ""), pipes=pipes, grant={"fills": True})
     assert scene.go() == 7

@@ -192,5 +192,7 @@ def test_new_values_of_a_sweep_have_a_budget_from_others() -> None:
     (page,) = api.artifacts(task_run_id=futures[-1].task_run_id, count=1)
     assert "estimated from batch 1, 2" in str(page.data)
     assert state.state_details.flow_run_id is not None
-    last = "Placed on device 0 with a budget of 4.4GiB (estimated from runs with batch 1, 2)"
-    api.logs(state.state_details.flow_run_id, [last])
+    flow_run_id = state.state_details.flow_run_id
+    # Before that, the message has the seconds for which the task waited, if they are more than one.
+    last = "on device 0 with a budget of 4.4GiB (estimated from runs with batch 1, 2)"
+    api.until(lambda: any(last in log.message for log in api.all_logs(flow_run_id, ())), last)

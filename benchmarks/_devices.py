@@ -73,6 +73,22 @@ def usable_bytes() -> list[int]:
     return found
 
 
+def headroom(usable: list[int], cap_bytes: int) -> str:
+    """Return the runner's `headroom` with which no device offers more than the cap.
+
+    Args:
+        usable: Result of `usable_bytes`.
+
+    Raises:
+        SystemExit: A device is smaller than the cap.
+    """
+    if min(usable) < cap_bytes:
+        raise SystemExit(
+            f"--cap {cap_bytes / 1e9:g}: in GB; a device here has {min(usable) / 1e9:.1f} GB only"
+        )
+    return f"{-(-(max(usable) - cap_bytes) // MIB)}MiB" if max(usable) > cap_bytes else "0"
+
+
 def used_by_device() -> list[int]:
     """Return the memory in use on each GPU, by all processes."""
     found = []

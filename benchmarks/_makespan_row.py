@@ -109,6 +109,7 @@ def measure_flow(
     row: str,
     jobs: list[_evaluations.Evaluation],
     costs: dict[str, dict[str, Any]],
+    device_bytes: int,
     on_gpu: bool,
     settings: dict[str, Any],
     learns: bool,
@@ -116,6 +117,7 @@ def measure_flow(
     """Run all tasks in one flow; tell each, and the whole.
 
     Args:
+        device_bytes: Memory of the device that the row may use; 0: no GPU.
         learns: Whether this row shares what it learns, and knows what the others learned that do so.
     """
     from prefect import flow, task
@@ -123,7 +125,7 @@ def measure_flow(
 
     from prefect_gpu import GPUTaskRunner, gpu
 
-    total = min(_devices.usable_bytes(), default=0)
+    total = min(device_bytes, *_devices.usable_bytes()) if on_gpu else 0
     if row == "ray":
         runner: Any = _common.ray_runner(1)
     else:

@@ -51,19 +51,6 @@ MOST_OF_EXCLUSIVE = 0.6
 TINY_DEVICES = "simulated:4x40GB"
 
 
-def headroom(usable: list[int], cap_bytes: int) -> str:
-    """Return how much memory to withhold so that no device offers more than the cap.
-
-    Raises:
-        SystemExit: One is smaller than the cap.
-    """
-    if min(usable) < cap_bytes:
-        raise SystemExit(
-            f"--cap {cap_bytes / 1e9:g}: in GB; a device here has {min(usable) / 1e9:.1f} GB only"
-        )
-    return f"{-(-(max(usable) - cap_bytes) // MIB)}MiB" if max(usable) > cap_bytes else "0"
-
-
 # One scheme, in a process of its own.
 
 
@@ -88,7 +75,7 @@ def measure(
         usable = _devices.usable_bytes()[: given.devices]
         more |= {
             "devices": list(range(given.devices)),
-            "headroom": headroom(usable, int(given.cap * 1e9)),
+            "headroom": _devices.headroom(usable, int(given.cap * 1e9)),
         }
     else:
         more |= {"devices": TINY_DEVICES}

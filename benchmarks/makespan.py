@@ -47,6 +47,7 @@ import _common
 import _devices
 import _evaluations
 import _makespan_row
+import psutil
 
 ROWS = {
     "sequential": "a process each, one after another, no Prefect",
@@ -176,11 +177,18 @@ def main() -> None:
     parser.add_argument(
         "--learn-from", choices=TEACHERS, default="exclusive", help="where the row learned learns"
     )
+    parser.add_argument(
+        "--cap",
+        type=float,
+        help="GB of the device to use; the runner's headroom withholds the rest",
+    )
     _common.add_settings(parser)
     rows = ("caches", *ROWS)
     _common.add_arguments(parser, rows, budget_s=360.0, seed_of="sizes, kinds and seconds")
     given = parser.parse_args()
     settings = _common.read_settings(given.settings)
+    if given.cap is not None:
+        settings["headroom"] = _devices.headroom(_devices.usable_bytes(), int(given.cap * 1e9))
     if given.tiny:
         # However loaded the machine is: it shows that everything runs.
         given.tasks, given.budget = 3, 600.0
@@ -204,9 +212,20 @@ def main() -> None:
             key=lambda job: (-costs[job.name]["duration_s"], job.name),
         )
         learns = given.row in ("learned", given.learn_from)
-        _makespan_row.measure_flow(given.row, jobs, costs, given.on_gpu, settings, learns)
+        device_bytes = _read_device_bytes(given.cap) if given.on_gpu else 0
+        _makespan_row.measure_flow(
+            given.row, jobs, costs, device_bytes, given.on_gpu, settings, learns
+        )
         return
     Benchmark(given, settings, frameworks, jobs).run()
+
+
+def _read_device_bytes(cap_gb: float | None) -> int:
+    """Return the memory of the first device that the rows use: its total, or the cap."""
+    import pynvml
+
+    total = int(pynvml.nvmlDeviceGetMemoryInfo(_devices.handles()[0]).total)
+    return total if cap_gb is None else int(cap_gb * 1e9)
 
 
 class Benchmark:
@@ -226,7 +245,9 @@ class Benchmark:
             raise SystemExit("no GPU: NVML shows no device; --tiny tries it out on the CPU")
         self._frameworks = frameworks
         self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self._device_bytes = self._read_device_bytes()
+        self._device_bytes = (
+            _read_device_bytes(given.cap) if self._on_gpu else int(psutil.virtual_memory().total)
+        )
         head = {
             "versions": _common.versions("torch", "jax", "tensorflow", "ray", "prefect-ray"),
             **devices,
@@ -246,15 +267,6 @@ class Benchmark:
         self._absent: dict[str, str] = {}
         #: Folder in which JAX keeps what it has compiled, while rows are measured.
         self._caches = ""
-
-    def _read_device_bytes(self) -> int:
-        if self._on_gpu:
-            import pynvml
-
-            return int(pynvml.nvmlDeviceGetMemoryInfo(_devices.handles()[0]).total)
-        import psutil
-
-        return int(psutil.virtual_memory().total)
 
     def run(self) -> None:
         """Measure, and print."""
@@ -347,6 +359,7 @@ class Benchmark:
                 *("--scale", str(given.scale), "--frameworks", *self._frameworks),
                 *("--costs", str(costs_file), "--learn-from", given.learn_from),
                 *(part for pair in given.settings for part in ("--with", pair)),
+                *(["--cap", str(given.cap)] if given.cap is not None else []),
                 *(["--on-gpu"] if self._on_gpu else []),
                 *(["--tiny"] if given.tiny else []),
             ],

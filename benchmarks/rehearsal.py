@@ -45,7 +45,6 @@ import _common
 import _devices
 import _rehearsal_bodies as bodies
 from _rehearsal_flows import SWEPT
-from collocation import headroom
 
 #: Variable in which a part's processes, and those that they start, have the part's name.
 PART = "PREFECT_GPU_REHEARSAL"
@@ -429,7 +428,7 @@ def rehearse(
     _common.say(f"alone: {len(alone)} of {sum(map(len, lists))} bodies have returned")
     before, environment = _devices.used_bytes(), {}
     if devices:
-        withheld = headroom(_devices.usable_bytes(), int(given.cap * 1e9))
+        withheld = _devices.headroom(_devices.usable_bytes(), int(given.cap * 1e9))
         environment["PREFECT_INTEGRATIONS_GPU_HEADROOM"] = withheld
     else:
         environment["PREFECT_INTEGRATIONS_GPU_DEVICES"] = "simulated:2x40GB"

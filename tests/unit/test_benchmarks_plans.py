@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import _common
+import _devices
 import _evaluations
 import _trainings
 import collocation
@@ -71,12 +72,12 @@ def test_dispatch_is_judged_by_medians_of_later_tasks() -> None:
     ("usable", "headroom"), [([40 * 10**9], "0"), ([40 * 10**9, 40 * 10**9 + 1], "1MiB")]
 )
 def test_headroom_leaves_no_device_more_than_the_cap(usable: list[int], headroom: str) -> None:
-    assert collocation.headroom(usable, 40 * 10**9) == headroom
+    assert _devices.headroom(usable, 40 * 10**9) == headroom
 
 
 def test_a_device_below_the_cap_is_refused() -> None:
     with pytest.raises(SystemExit, match="24"):
-        collocation.headroom([24 * 10**9], 40 * 10**9)
+        _devices.headroom([24 * 10**9], 40 * 10**9)
 
 
 def test_work_leaves_out_the_start_and_counts_it_apart() -> None:

@@ -41,7 +41,7 @@ class GPUTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         headroom: Memory kept free on each device, as in `"512MiB"`, or `"0"`; `None`: by kind of device.
         reports: Whether to publish memory reports as artifacts.
         standby: Of processes that are not forks, most that are started ahead of their tasks, with Prefect, the framework
-            and the task's modules imported: `"auto"` or a number; 0: none.
+            and libraries imported: `"auto"` or a number; 0: none.
         start_method: `"auto"` (the default): each process is a fork of a fresh interpreter that has imported the task's
             libraries and done nothing else, on Linux, for frameworks whose forks were shown to work (docs/start.md); else
             as with `"spawn"`: each process is a fresh interpreter.

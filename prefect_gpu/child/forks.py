@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import select
 import shutil
@@ -43,9 +42,9 @@ class Source:
     def __init__(self, control: socket.socket) -> None:
         #: The parent requests forks on it.
         self._control = control
-        #: Variables, and names of modules, before the imports.
+        self._parent = os.getppid()
+        #: Variables before the imports.
         self._environment = dict(os.environ)
-        self._loaded = frozenset(sys.modules)
         #: Files that libraries have opened.
         self._opened: list[weakref.ref[Any]] = []
         self._seeds = RandomSeeds()
@@ -74,10 +73,10 @@ class Source:
         self._threads, self._roots = threads, roots
         self._seeds.look()
 
-    def find_problem(self, entries: Iterable[str]) -> str:
+    def find_problem(self) -> str:
         """Return the reason why this process must not be forked, as text; empty: forks of the process are safe.
 
-        `entries` are the imports (`WarmSpec.modules`). The reasons of `warm_up.find_started` are not looked for.
+        The reasons of `warm_up.find_started` are not looked for.
         """
         names = [thread.name for thread in threading.enumerate()]
         if len(names) > 1:
@@ -88,16 +87,12 @@ class Source:
             return (
                 "a fork of it cannot compute in OpenMP's threads, in which a library has computed"
             )
-        asked = {entry.partition(":")[0].partition(".")[0] for entry in entries}
-        for name, _ in warm_up.users_files():
-            if name not in self._loaded and name.partition(".")[0] not in asked:
-                return f"a library imports {name}, which is no library"
         return ""
 
     def serve(self, channel: int) -> int:
         """Fork for each request of the parent; return the descriptor of the fork's own channel, in the fork.
 
-        A request carries five descriptors, as `_begin` takes them. This process writes text to the socket `reply`: the
+        A request carries four descriptors, as `_begin` takes them. This process writes text to the socket `reply`: the
         fork's exit code when the fork has ended, or the reason why the system refused to fork. It ends when the parent
         closes `channel`, or has closed the control socket and no fork is left.
         """
@@ -119,17 +114,17 @@ class Source:
                     _close((ready, reply))
                     continue
                 request, received, _, _ = socket.recv_fds(
-                    self._control, 1, 5, socket.MSG_CMSG_CLOEXEC
+                    self._control, 1, 4, socket.MSG_CMSG_CLOEXEC
                 )
                 if not request:
                     poll.unregister(self._control)
                     retired = True
                     continue
-                if len(received) < 5:
+                if len(received) < 4:
                     # This process has no descriptor left. The parent sees its end of the reply socket close.
                     _close(received)
                     continue
-                own, stdout, stderr, reply, content = received
+                own, stdout, stderr, reply = received
                 try:
                     pid = _fork()
                 except OSError as error:
@@ -141,9 +136,9 @@ class Source:
                     self._control.close()
                     for pidfd, (_, other) in forks.items():
                         _close((pidfd, other))
-                    self._begin(own, stdout, stderr, reply, content)
+                    self._begin(own, stdout, stderr, reply)
                     return own
-                _close((own, stdout, stderr, content))
+                _close((own, stdout, stderr))
                 pidfd = os.pidfd_open(pid)
                 forks[pidfd] = pid, reply
                 poll.register(pidfd, select.POLLIN)
@@ -155,12 +150,11 @@ class Source:
         """End this source, or fork, after its exit functions."""
         process_exit.end_unfinalised(self._opened)
 
-    def _begin(self, channel: int, stdout: int, stderr: int, reply: int, request: int) -> None:
+    def _begin(self, channel: int, stdout: int, stderr: int, reply: int) -> None:
         """Make this new fork the process of a task, up to the task's `Prepare`. All arguments are descriptors.
 
         `channel` leads to the parent. `stdout` and `stderr` become the standard streams. The parent waits at the other
-        end of the socket `reply` for this process's id and pidfd. The file `request` has the environment and folder
-        (JSON).
+        end of the socket `reply` for this process's id and pidfd.
         """
         os.setsid()
         with socket.socket(fileno=reply) as answer:
@@ -171,20 +165,16 @@ class Source:
         for number, descriptor in ((1, stdout), (2, stderr)):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        with open(request, "rb") as file:
-            # The parent shares the file's offset and has written to the end.
-            file.seek(0)
-            wanted = json.load(file)
-        environment: dict[str, str] = wanted["environment"]
-        _show_token(environment.get(TOKEN_VARIABLE, ""))
         self._seeds.renew()
         _keep_shared_files()
         boot = bootstrap.read_boot(channel)
+        environment: dict[str, str] = boot["environment"]
+        _show_token(environment[TOKEN_VARIABLE])
         # Other variables stay: a library may have set them at its import.
         changed = dict(environment.items() ^ self._environment.items())
         changes = {name: environment.get(name) for name in changed}
-        late = Late(changes, wanted["cwd"], tuple(boot["argv"]), tuple(boot["sys_path"]))
-        warm_up.become_task_process(late, wanted["parent"])
+        late = Late(changes, boot["cwd"], tuple(boot["argv"]), tuple(boot["sys_path"]))
+        warm_up.become_task_process(late, self._parent)
         # Folders and archives may have changed since the imports.
         importlib.invalidate_caches()
 

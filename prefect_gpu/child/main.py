@@ -33,7 +33,6 @@ from prefect_gpu.frameworks import hooks, registry
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
 from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import InterpreterState
-from prefect_gpu.processes.launch_spec import UNSUITED_CODE
 from prefect_gpu.processes.messages import Accepted, BodyEnded, BodyStarted, Call, Prepare
 from prefect_gpu.values import registrations, spawned, stand_ins, transport
 from prefect_gpu.values.transport import PackedValue
@@ -74,9 +73,9 @@ def main(descriptor: int, warm: list[str] | None = None, control: int | None = N
         if prepare.late is not None:
             try:
                 warm_up.become_task_process(prepare.late, os.getppid())
-            except (OSError, ImportError):
-                # The task's folder is gone, or modules have changed: the parent starts a fresh process.
-                os._exit(UNSUITED_CODE)
+            except OSError:
+                # The task's folder is gone: the parent starts a fresh process, which says so.
+                os._exit(1)
         prepare.interpreter.apply()
         # After the imports of a warm process: a module that asks the parent a question there would wait for ever.
         set_current_channel(channel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import select
@@ -86,15 +85,9 @@ class ForkSource:
             reply, answering = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.enter_context(reply)
             theirs.enter_context(answering)
-            # A file in memory, since an environment may be larger than a pipe's buffer.
-            content = theirs.enter_context(open(os.memfd_create("fork"), "w+b", buffering=0))
-            environment = dict(request.environment)
-            wanted = {"environment": environment, "cwd": request.cwd, "parent": os.getpid()}
-            content.write(json.dumps(wanted).encode())
-            descriptors = [*sent, answering.fileno(), content.fileno()]
             try:
                 self._control.settimeout(ANSWER_S)
-                socket.send_fds(self._control, [b"!"], descriptors)
+                socket.send_fds(self._control, [b"!"], [*sent, answering.fileno()])
                 theirs.close()
                 self._wait_for_answer(reply)
                 said, received, _, _ = socket.recv_fds(reply, 512, 1, socket.MSG_CMSG_CLOEXEC)

@@ -41,9 +41,6 @@ STANDBY_TITLE = "standby"
 #: Title in `ps` of warm processes that are forked, and of their forks.
 SOURCE_TITLE = "source of forks"
 
-#: Exit code of a standby that cannot run its task: the folder is gone, or the task would import other modules.
-UNSUITED_CODE = 75
-
 
 @dataclass(frozen=True, slots=True)
 class WarmSpec:

@@ -387,17 +387,21 @@ class ProcessLauncher:
         spec, child.spec = child.spec, None
         assert spec is not None
         # Before the process starts: encoding may fail, and no process must be ended then.
-        control = spec.control if isinstance(spec, WarmSpec) else None
-        warm = {"warm": spec.modules, "control": control} if isinstance(spec, WarmSpec) else {}
-        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **warm}).encode()
-        child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
+        control, warm = None, {}
         if isinstance(spec, LaunchSpec):
-            child.queue_call(messages.encode(spec.prepare), spec)
             title, environment = spec.task_name, environment_with(spec.environment)
         else:
+            control = spec.control
+            warm = {"warm": spec.modules, "control": control}
             title = STANDBY_TITLE if control is None else SOURCE_TITLE
             environment = dict(spec.environment)
         environment = with_token(environment, child.token)
+        # Environment and folder are for a fork, which does not get them with the start of a program.
+        place = {"environment": environment, "cwd": spec.cwd}
+        boot = json.dumps({"sys_path": spec.sys_path, "argv": spec.argv, **place, **warm}).encode()
+        child.queue(memoryview(transport.frame_header(transport.BOOT, len(boot)) + boot))
+        if isinstance(spec, LaunchSpec):
+            child.queue_call(messages.encode(spec.prepare), spec)
         child.open(self._spawn_process, title, environment, spec.cwd, control)
         process = child.process
         assert process is not None and child.channel is not None

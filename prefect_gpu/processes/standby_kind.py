@@ -1,9 +1,8 @@
 """Kinds and stages of warm processes, and the choice of one for a task.
 
-A warm process imports modules before its tasks are known. A fork source is forked for each task of its kind; a standby
-becomes the process of one task. Of the user's modules, a standby imports only modules that the task's process would import
-anyway, and a source none: each fork imports them itself. `standby_pool` starts the processes, and `standby_plan`
-computes their number.
+A warm process imports libraries before its tasks are known. A fork source is forked for each task of its kind; a standby
+becomes the process of one task. The process of a task imports the user's modules itself. `standby_pool` starts the
+processes, and `standby_plan` computes their number.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,8 +65,8 @@ class Kind:
 
     #: Modules of this package, Prefect and the frameworks; none of the user's.
     always: tuple[str, ...]
-    #: Modules that the task's own code imports, the task's module first; of a source: libraries that they use.
-    users: tuple[str, ...]
+    #: Libraries that the task's code imports, and those that the user's modules with that code use.
+    libraries: tuple[str, ...]
     #: Variables that differ from the parent's; `None`: removed.
     environment: tuple[tuple[str, str | None], ...]
     #: A tag states the number of threads. A standby with another number is then unsuitable.
@@ -76,27 +75,19 @@ class Kind:
     cpus: int = field(compare=False)
     #: Estimated host memory of one standby in bytes, until one is measured.
     size_bytes: int = field(compare=False)
-    #: Whether it is the kind of a fork source.
+    #: Whether processes of tasks are forks of it.
     forks: bool = False
-    #: `users` of the kind of a source for these tasks; `None`: their processes must not be forks.
-    libraries: tuple[str, ...] | None = field(default=None, compare=False)
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All modules to import, in order: frameworks before the user's modules."""
-        return (*self.always, *self.users)
+        """All modules to import, in order."""
+        return (*self.always, *self.libraries)
 
     @functools.cached_property
     def key(self) -> str:
         """Short name of the kind, the same in every process for equal kinds."""
-        values = self.always, self.users, self.environment, self.cpus_stated
+        values = self.always, self.libraries, self.environment, self.cpus_stated
         return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
-
-    def source(self) -> Kind | None:
-        """Return the kind of the source that is forked for these tasks; `None`: their processes must not be forks."""
-        if self.libraries is None:
-            return None
-        return replace(self, users=self.libraries, forks=True, libraries=None)
 
     def environment_of(self, parent: Mapping[str, str]) -> dict[str, str]:
         """Return the whole environment of a standby, from the environment of its parent."""
@@ -116,28 +107,27 @@ def kind_of(
     with_prefect: bool = True,
     forks: bool = False,
 ) -> Kind:
-    """Return the kind of standby that suits a task with the function `fn`.
+    """Return the kind of warm process that suits a task with the function `fn`.
 
     `policy` is the task's policy before placement, without devices and budget. `size_bytes` estimates the host memory
-    of a standby. With `with_prefect`, the task uses Prefect for certain; otherwise its modules may still import
+    of the process. With `with_prefect`, the task uses Prefect for certain; otherwise its modules may still import
     Prefect. `forks`: the task's process may be a fork.
     """
     names = [n for n in policy.frameworks or policy.detected if n in registry.ADAPTERS]
     if policy.device_kind == "host" and not policy.frameworks and len(names) > 1:
         # Branches of the task use one framework each, and the imports of all would count as host memory.
         names = []
-    users = _users_modules(fn, names)
-    # Before the user's modules, since only objects of libraries imported by then are frozen.
-    has_prefect = with_prefect or any(map(registry.brings_prefect, users))
+    needed = registry.needed_modules(fn)
+    has_prefect = with_prefect or any(map(registry.brings_prefect, needed))
     always = [*OWN_MODULES, *names] if has_prefect else names
     return Kind(
         always=tuple(name for name in always if _can_import(name)),
-        users=tuple(users),
+        libraries=_libraries(needed, names),
         environment=standby_changes(policy),
         cpus_stated=policy.cpus_stated,
         cpus=policy.cpus,
         size_bytes=size_bytes,
-        libraries=_libraries(users, names) if forks and FORKED.issuperset(names) else None,
+        forks=forks and FORKED.issuperset(names),
     )
 
 
@@ -150,34 +140,20 @@ def standby_changes(policy: FrameworkPolicy) -> tuple[tuple[str, str | None], ..
     return tuple(sorted((n, v) for n, v in changes.items() if n not in CPU_VARIABLES))
 
 
-def _users_modules(fn: Any, frameworks: Sequence[str]) -> list[str]:
-    taken = {*frameworks, *OWN_MODULES}
-    found = []
-    for entry in registry.needed_modules(fn):
-        module = entry.partition(":")[0]
-        root = module.partition(".")[0]
-        excluded = module in taken or root == "__main__" or root in sys.builtin_module_names
-        # A branch of the task that never runs may import another framework.
-        if excluded or registry.framework_of(root) not in ("", *frameworks):
-            continue
-        if _can_import(module):
-            found.append(entry)
-    return found
-
-
-def _libraries(users: Iterable[str], frameworks: Sequence[str]) -> tuple[str, ...]:
+def _libraries(needed: Iterable[str], frameworks: Sequence[str]) -> tuple[str, ...]:
     """Return the libraries among modules that a task imports, and those that the user's modules among them use."""
-    found, seen, left = set(), set(), list(users)
+    found, seen, left = set(), set(), list(needed)
     while left:
         entry = left.pop()
         module = entry.partition(":")[0]
         root = module.partition(".")[0]
-        if root in sys.stdlib_module_names or root in ("prefect", "prefect_gpu"):
+        if root in sys.stdlib_module_names or root in ("prefect", "prefect_gpu", "__main__"):
             continue
         if not registry.is_users(root):
+            # A branch of the task that never runs may import another framework.
             if module not in frameworks and registry.framework_of(root) in ("", *frameworks):
                 found.add(entry)
-        elif module not in seen:
+        elif module not in seen and _can_import(module):
             seen.add(module)
             left += [home for home in registry.homes(module) if home in sys.modules]
     return tuple(sorted(entry for entry in found if _can_import(entry.partition(":")[0])))
@@ -241,7 +217,7 @@ class Standby:
     """One warm process: a standby or a fork source."""
 
     kind: Kind
-    #: May lack the user's modules of the kind.
+    #: May lack the libraries of the kind.
     spec: WarmSpec
     #: Monotonic seconds of the start.
     started_s: float
@@ -313,7 +289,7 @@ class KindRecord:
     kind: Kind
     #: Host memory of one standby in bytes: the kind's estimate until one is measured.
     size_bytes: int
-    #: Modules for the next standby to import: without the user's after an import of theirs failed, or started a
+    #: Modules for the next standby to import: without the libraries after an import of theirs failed, or started a
     #: framework or driver.
     modules: tuple[str, ...]
     #: Number of standbys in a row that ended without a task, or were unsuitable.
@@ -338,9 +314,9 @@ class KindRecord:
         elif modules != self.kind.always:
             # Compared with this standby's modules, since several standbys may start before the first report.
             self.modules = self.kind.always
-            logger.debug("standbys import nothing of the user's from now on: %s", warmed.problem)
+            logger.debug("standbys import frameworks only from now on: %s", warmed.problem)
         elif not self.given_up:
-            # Imports of libraries will fail again.
+            # Imports of frameworks will fail again.
             self.failures, self.failed_s = MOST_FAILURES, float("inf")
             logger.debug("no standbys are kept for %s: %s", self.kind.modules, warmed.problem)
 
@@ -353,11 +329,11 @@ class KindRecord:
         """Record that a standby has accepted its task, and clear the failures."""
         self.failures, self.failed_s = 0, float("-inf")
 
-    def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> bool:
-        """Record that a standby ended without a task or is unsuitable, since `why`; return whether that counts."""
+    def take_failure(self, standby: Standby, now_s: float, why: str, stderr_tail: str = "") -> None:
+        """Record that a standby ended without a task or is unsuitable, since `why`."""
         # Standbys started before the last failure fail for the same cause, which counts once.
         if standby.started_s <= self.failed_s or self.given_up:
-            return False
+            return
         self.failed_s = now_s
         self.failures += 1
         if self.given_up:
@@ -369,7 +345,6 @@ class KindRecord:
                 why,
                 f"; the end of its stderr:\n{stderr_tail[-1000:]}" if stderr_tail else "",
             )
-        return True
 
 
 def demands_of(

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from prefect_gpu.processes.interpreter import (
     working_folder,
 )
 from prefect_gpu.processes.launch_spec import (
-    UNSUITED_CODE,
     ChildExited,
     ChildHandle,
     ChildRefused,
@@ -260,9 +259,11 @@ class StandbyPool:
     # With the lock.
 
     def _kind(self, kind: Kind) -> Kind:
-        """Return the kind of the warm process for tasks of a kind: of a source, unless those have been given up."""
-        source = kind.source()
-        return kind if source is None or self._record(source).given_up else source
+        """Return the kind of the warm process for tasks of a kind: standbys once its sources were given up."""
+        if kind.forks and self._record(kind).given_up:
+            kind = replace(kind, forks=False)
+        self._record(kind)
+        return kind
 
     def _choose(
         self, announcement: Announcement, environment: Mapping[str, str]
@@ -487,7 +488,9 @@ class StandbyPool:
                 self._drop(standby)
             elif isinstance(message, ChildExited):
                 if standby.stage is not Stage.ENDING:
-                    self._take_end(standby, message)
+                    # The pool did not kill it.
+                    why = message.killed_because or f"it ended with {message.code}"
+                    record.take_failure(standby, time.monotonic(), why, message.stderr_tail)
                 self._drop(standby)
             self._wake()
 
@@ -495,20 +498,6 @@ class StandbyPool:
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.leave()
-
-    def _take_end(self, standby: Standby, message: ChildExited) -> None:
-        """Record the end of a standby that the pool did not kill."""
-        unsuited = message.code == UNSUITED_CODE
-        why = message.killed_because or f"it ended with {message.code}"
-        if unsuited:
-            why = "files of modules, sys.path or the working folder had changed after its imports"
-        now, tail = time.monotonic(), message.stderr_tail
-        counts = self._record(standby.kind).take_failure(standby, now, why, tail)
-        if unsuited and counts:
-            # Other standbys of the kind have imported the same outdated modules.
-            for other in self._standbys:
-                if other.kind == standby.kind:
-                    self._end(other)
 
 
 def standby_pool() -> StandbyPool:

@@ -393,7 +393,7 @@ class ActiveRunner:
     def _forks(self) -> bool:
         """Whether processes may be forks of a warm process, on a system that has what they need."""
         # Some builds of Python lack the functions. Under `-X dev` all of a process is finalised, which a fork is not.
-        able = all(hasattr(os, name) for name in ("fork", "memfd_create", "pidfd_open"))
+        able = all(hasattr(os, name) for name in ("fork", "pidfd_open"))
         on = self._configuration.start_method != "spawn" and not sys.flags.dev_mode
         return on and able and sys.platform.startswith("linux")
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from prefect import flow, task
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.processes.standby_pool import standby_pool
-from tests.cases import needs
 from tests.integration import bodies
 from tests.integration.programs import Workplace, lines_of, wait_for
 from tests.process.rig import eventually, is_alive
@@ -245,54 +243,6 @@ def test_a_framework_that_was_imported_ahead_still_takes_its_threads(
     assert pid in waiting
     expected = max(1, len(os.sched_getaffinity(0)) // 2)
     assert (intra, inter, variable) == (expected, expected, str(expected))
-
-
-# `tests/process/test_standby_modules.py` shows the rule with small modules; TensorFlow takes half a minute here.
-@needs("tensorflow")
-@pytest.mark.slow
-def test_a_module_that_starts_tensorflow_is_not_imported_ahead(place: Workplace) -> None:
-    Path(place.folder, "their_model.py").write_text(
-        textwrap.dedent("""
-        import os
-        import tensorflow as tf
-        from prefect import task
-        from prefect_gpu import gpu
-        ONE = tf.ones([1])
-
-        def one():
-            return float(ONE[0])
-
-        @task(tags=gpu(memory="64MiB", framework="tensorflow", cpus=1))
-        def work():
-            return os.getpid(), one()
-        """)
-    )
-    place.write(
-        "flow.py",
-        """
-import os, time
-from prefect import flow
-from prefect_gpu import GPUTaskRunner
-from prefect_gpu.processes import standby_pool as standby
-from their_model import work
-
-@flow(task_runner=GPUTaskRunner(devices="host", standby=1, start_method="spawn", reports=False))
-def both():
-    results = [work.submit().result()]
-    pool = standby.standby_pool()
-    while not pool.ready_by_kind.total():
-        time.sleep(0.01)
-    (record,) = pool._records.values()
-    assert record.modules == record.kind.always and not record.given_up, record
-    waiting = pool.pids
-    results.append(work.submit().result())
-    assert waiting == (results[1][0],), (waiting, results)
-    print("RESULT", [value for _, value in results])
-
-both()
-""",
-    )
-    assert "RESULT [1.0, 1.0]" in place.run("flow.py").stdout
 
 
 @pytest.mark.parametrize("signum", ENDS)

@@ -36,11 +36,11 @@ from tests.process.rig import Heard, Rig, eventually, is_alive, spec_of
 from tests.process.warm import KIND, Source, Warm, module, slow_module
 
 #: Of tasks that may be forks, and use no library.
-FORKED = replace(KIND, libraries=())
+FORKED = replace(KIND, forks=True)
 
 
 def with_libraries(*names: str) -> Kind:
-    return replace(KIND, libraries=names)
+    return replace(FORKED, libraries=names)
 
 
 class ForkRig(Rig):
@@ -584,7 +584,7 @@ def test_tasks_wait_for_a_process_that_imports(warm: Warm, importable: str, tmp_
 
 def test_tasks_with_the_same_libraries_share_a_process(warm: Warm) -> None:
     first = parent_of(warm)
-    assert parent_of(warm, replace(FORKED, users=("json",), cpus=3)) == first == source_pid(warm)
+    assert parent_of(warm, replace(FORKED, cpus=3)) == first == source_pid(warm)
 
 
 def test_a_task_that_must_not_be_a_fork_is_none(warm: Warm) -> None:
@@ -678,7 +678,7 @@ def test_a_kind_that_can_never_be_forked_has_standbys(
     kind = replace(FORKED, always=("has_threads",))
     announced = warm.announce(kind)
     (waited,) = warm.wait_ready()
-    assert warm.pool._kind(kind) == kind
+    assert warm.pool._kind(kind) == replace(kind, forks=False)
     child = warm.run(announced, spec_of(os.getppid))
     assert (child.value(), child.pid) == (os.getpid(), waited)
 

@@ -116,8 +116,8 @@ def end_all(warms: Iterable[Warm]) -> None:
         assert warm.pool.pids == ()
 
 
-def kind_with(*users: str, **changes: Any) -> Kind:
-    return replace(KIND, users=users, **changes)
+def kind_with(*libraries: str, **changes: Any) -> Kind:
+    return replace(KIND, libraries=libraries, **changes)
 
 
 def module(folder: str, name: str, text: str) -> None:

@@ -13,7 +13,7 @@ from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import Kind
 
 #: As a flow elsewhere knows it.
-KIND = Kind(("ours",), ("users",), (("HOME", "/flow"),), False, 1, 1)
+KIND = Kind(("ours",), ("library",), (("HOME", "/flow"),), False, 1, 1)
 POLICY = FrameworkPolicy("simulated", (), (), ())
 
 
@@ -77,7 +77,7 @@ def test_ready_standbys_are_named_as_the_flow_names_its_kinds() -> None:
     (announced,) = pool.announced
     assert announced.kind != KIND, "the node's environment is another"
     assert standbys.ready() == {}
-    pool.ready_by_kind.update({announced.kind: 2, replace(KIND, users=("of others",)): 1})
+    pool.ready_by_kind.update({announced.kind: 2, replace(KIND, libraries=("of others",)): 1})
     assert standbys.ready() == {KIND.key: 2}
     standbys.expect(Expect(KIND, POLICY, 0))
     assert standbys.ready() == {KIND.key: 2}, "one is kept for the next task"
@@ -86,6 +86,6 @@ def test_ready_standbys_are_named_as_the_flow_names_its_kinds() -> None:
 def test_equal_kinds_have_one_key() -> None:
     # It does not depend on what is not compared, nor on the process.
     same = pickle.loads(pickle.dumps(replace(KIND, cpus=7, size_bytes=9)))
-    assert same.key == KIND.key == "6450ab613c6edde6"
-    others = [replace(KIND, users=()), replace(KIND, cpus_stated=True)]
+    assert same.key == KIND.key == "bd466932e5064921"
+    others = [replace(KIND, libraries=()), replace(KIND, cpus_stated=True)]
     assert len({KIND.key, *(each.key for each in others)}) == 3

@@ -22,8 +22,8 @@ from prefect_gpu.processes.standby_kind import (
 )
 from prefect_gpu.processes.standby_plan import KindDemand
 
-KIND = Kind(("ours",), ("users",), (), False, 1, 100)
-OTHER = replace(KIND, users=("others",))
+KIND = Kind(("ours",), ("library",), (), False, 1, 100)
+OTHER = replace(KIND, libraries=("others",))
 
 
 def standby(
@@ -57,8 +57,8 @@ def demands(
 
 
 def test_tasks_that_wait_are_served_first_and_the_last_used_kind_next() -> None:
-    used = [replace(KIND, users=(name,)) for name in ("gone", "alive", "latest")]
-    left = replace(KIND, users=("left",))
+    used = [replace(KIND, libraries=(name,)) for name in ("gone", "alive", "latest")]
+    left = replace(KIND, libraries=("left",))
     found = demands([OTHER, KIND, OTHER], [standby(left), standby(used[1])], used)
     assert [d.kind for d in found] == [OTHER, KIND, used[2], used[1], left]
     assert [d.wanted for d in found] == [2, 1, 1, 0, 0]
@@ -108,19 +108,19 @@ def test_a_success_makes_failures_count_anew(record: KindRecord) -> None:
 def test_those_that_were_started_before_a_failure_fail_for_the_same_reason(
     record: KindRecord,
 ) -> None:
-    assert record.take_failure(standby(started_s=1.0), 5.0, "a module was edited")
-    assert not record.take_failure(standby(started_s=2.0), 6.0, "a module was edited")
+    record.take_failure(standby(started_s=1.0), 5.0, "the disk was full")
+    record.take_failure(standby(started_s=2.0), 6.0, "the disk was full")
     assert record.failures == 1
 
 
-def test_a_problem_is_first_laid_to_the_users_modules(
+def test_a_problem_is_first_laid_to_the_libraries(
     record: KindRecord, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    assert record.modules == ("ours", "users")
+    assert record.modules == ("ours", "library")
     for _ in range(2):
         # Two were started before the first reported.
-        record.take_imports(Warmed(touched="it opened a file"), ("ours", "users"))
+        record.take_imports(Warmed(touched="it opened a file"), ("ours", "library"))
     assert record.modules == ("ours",) and not record.given_up
     record.take_imports(Warmed(touched="it started a thread"), ("ours",))
     assert record.given_up and "it started a thread" in caplog.messages[-1]
@@ -136,7 +136,7 @@ def test_a_kind_is_left_alone_after_some_deaths_and_it_is_said_once(
     for now_s in (10.0, 20.0):
         record.take_failure(standby(started_s=now_s - 1), now_s, f"it ended at {now_s:g}", "oh")
     (said,) = caplog.messages
-    assert "for ours, users: 3 in a row" in said and said.endswith("its stderr:\noh")
+    assert "for ours, library: 3 in a row" in said and said.endswith("its stderr:\noh")
     (demand,) = demands_of({KIND: record}, [KIND], [], 0.0)
     assert "the last since it ended at 10;" in said
     assert record.given_up and not demand.wanted and not demand.spare
@@ -155,7 +155,7 @@ def test_deaths_are_forgotten_after_a_while(record: KindRecord) -> None:
 
 
 def test_imports_that_fail_are_not_tried_again(record: KindRecord) -> None:
-    record.take_imports(Warmed(failed=("users",)), KIND.always)
+    record.take_imports(Warmed(failed=("library",)), KIND.always)
     record.forget(1e9)
     assert record.given_up
 
@@ -180,7 +180,7 @@ def test_the_standby_that_is_further_along_is_taken(better: Standby, worse: Stan
     "other",
     [
         pytest.param(standby(stage=Stage.ENDING), id="one that ends"),
-        pytest.param(standby(modules=("ours", "users", "more")), id="one that imported more"),
+        pytest.param(standby(modules=("ours", "library", "more")), id="one that imported more"),
         pytest.param(standby(replace(KIND, always=("others",))), id="one of another framework"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_task_does_not_get(other: Standby) -> None:
 
 def test_of_those_that_suit_no_more_the_kinds_own_are_named() -> None:
     own = standby(environment={"LANG": "C"})
-    others = standby(replace(KIND, users=()), ("ours",), {"LANG": "C"})
+    others = standby(replace(KIND, libraries=()), ("ours",), {"LANG": "C"})
     good = standby()
     assert choose_standby([own, others, good], KIND, {}) == ((good, {}), [own])
 

@@ -27,26 +27,21 @@ def kind(fn: Any, policy: FrameworkPolicy = NVML, **changes: Any) -> Any:
 def test_the_modules_that_a_standby_imports() -> None:
     found = kind(kind_bodies.imports_inside)
     assert found.always == (*OWN_MODULES, "torch")
-    # Its own module is imported first, as unpickling the call would.
-    assert found.users[0] == kind_bodies.__name__
-    assert set(found.users[1:]) == {"json.decoder:JSONDecoder", "colorsys"}
-    assert found.modules == found.always + found.users
+    # By a module of the user's that has it as a global. Nothing of the user's, nothing of Python's.
+    assert found.libraries == ("numpy",)
+    assert found.modules == found.always + found.libraries
+    assert kind(kind_bodies.multiplies).libraries == ("numpy", "numpy.linalg:norm")
 
 
-def test_a_function_that_travels_by_value_brings_no_module(
+def test_a_function_that_travels_by_value_brings_what_its_code_imports(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("__main__", "by_path_or_made_by_hand"):
         module = types.ModuleType(name)
-        exec("def f():\n import colorsys", module.__dict__)
+        exec("import pytest\ndef f():\n import numpy", module.__dict__)
         if name != "__main__":
             monkeypatch.setitem(sys.modules, name, module)
-        assert kind(module.f).users == ("colorsys",)
-
-
-def test_the_function_of_a_decorated_task_brings_its_module() -> None:
-    assert kind(task_bodies.alone.fn).users == (task_bodies.__name__, "colorsys")
-    assert task_bodies.__name__ in kind(task_bodies.with_helper.fn).users
+        assert kind(module.f).libraries == ("numpy",)
 
 
 def test_prefect_is_imported_ahead_for_tasks_that_use_it() -> None:
@@ -55,12 +50,12 @@ def test_prefect_is_imported_ahead_for_tasks_that_use_it() -> None:
 
     assert always(kind_bodies.imports_inside) == ("torch",)
     assert kind(kind_bodies.imports_inside).always == (*OWN_MODULES, "torch")
-    # It comes with a module of the user's. What it makes is frozen only if it comes before that.
+    # It comes with a module of the user's.
     assert always(task_bodies.with_helper.fn) == (*OWN_MODULES, "torch")
 
 
 def test_what_is_not_installed_is_not_tried() -> None:
-    assert "no_such_package_here" not in str(kind(kind_bodies.imports_nothing_there).users)
+    assert "no_such_package_here" not in str(kind(kind_bodies.imports_nothing_there).libraries)
 
 
 def test_the_device_is_not_known_and_never_none() -> None:
@@ -95,7 +90,7 @@ def test_allocator_options_are_there_from_the_start() -> None:
 
 def test_a_standby_does_not_import_a_framework_that_the_tags_leave_out() -> None:
     found = kind(kind_bodies.imports_either)
-    assert "torch.nn" in found.users and "tensorflow" not in str(found.modules)
+    assert "torch.nn" in found.libraries and "tensorflow" not in str(found.modules)
     none = kind(kind_bodies.imports_either, replace(NVML, frameworks=("none",)))
     assert "torch" not in str(none.modules)
 
@@ -112,7 +107,7 @@ def test_keras_is_imported_ahead_only_for_its_backend(
     if backend:
         monkeypatch.setenv("KERAS_BACKEND", backend)
     found = kind(kind_bodies.imports_keras_or_torch)
-    assert "torch.nn" in found.users and ("keras" in found.users) is imported
+    assert "torch.nn" in found.libraries and ("keras" in found.libraries) is imported
 
 
 def test_on_the_host_no_framework_is_imported_ahead_where_the_code_has_several() -> None:
@@ -120,41 +115,15 @@ def test_on_the_host_no_framework_is_imported_ahead_where_the_code_has_several()
     both = replace(NVML, frameworks=(), detected=("tensorflow", "torch"))
     assert "torch" in kind(kind_bodies.imports_either, both).always
     found = kind(kind_bodies.imports_either, replace(both, device_kind="host"))
-    assert found.always == OWN_MODULES and "torch" not in str(found.users)
+    assert found.always == OWN_MODULES and "torch" not in str(found.libraries)
     stated = replace(both, device_kind="host", frameworks=("tensorflow", "torch"))
     assert {"tensorflow", "torch"} <= set(kind(kind_bodies.imports_either, stated).always)
     one = replace(both, device_kind="host", detected=("torch",))
     assert "torch" in kind(kind_bodies.imports_inside, one).always
 
 
-# Kinds that are forked.
-
-
-def source(fn: Any, policy: FrameworkPolicy = NVML) -> Any:
-    return kind(fn, policy, forks=True).source()
-
-
-def test_a_source_imports_the_libraries_of_the_task_and_of_its_modules() -> None:
-    found = source(kind_bodies.multiplies)
-    # By a module of the user's that has them as globals, and by the code. Nothing of the user's, nothing of Python's.
-    assert found.forks and found.always == (*OWN_MODULES, "torch")
-    assert found.users == ("numpy", "numpy.linalg:norm")
-    assert source(kind_bodies.plain).users == ("numpy",)
-
-
-def test_tasks_of_different_modules_share_a_source() -> None:
-    first = kind(kind_bodies.plain, forks=True)
-    second = replace(first, users=("another.module",))
-    assert first != second and first.source() == second.source()
-
-
 def test_only_frameworks_whose_forks_were_shown_to_work_are_forked() -> None:
-    assert kind(kind_bodies.plain).source() is None
+    assert not kind(kind_bodies.plain).forks
     for name, forked in (("torch", True), ("none", True), ("jax", True), ("tensorflow", False)):
-        found = source(kind_bodies.plain, replace(NVML, frameworks=(name,)))
-        assert (found is not None) is forked, name
-
-
-def test_a_source_does_not_import_a_framework_that_the_tags_leave_out() -> None:
-    assert "tensorflow" not in str(source(kind_bodies.imports_either).modules)
-    assert "torch.nn" in source(kind_bodies.imports_either).users
+        found = kind(kind_bodies.plain, replace(NVML, frameworks=(name,)), forks=True)
+        assert found.forks is forked, name

@@ -47,7 +47,7 @@ def child_context(
 ) -> Iterator[RunContexts]:
     """Enter the parent's task run: logs, prints, runtime ids, artifacts and nested flows then belong to the run.
 
-    `context` is the result of `engine.child_context.context_for_child`. With `log_prints`, prints go to the run's log.
+    `context` is of `engine.task_run.EngineRun.context_for_child`. With `log_prints`, prints go to the run's log.
     `send` sends a message to the parent. Yields the contexts that the body may change.
     """
     # As JSON: unpickling Prefect's types for ids and times would import Prefect.

@@ -1,23 +1,30 @@
-"""Subclasses of Prefect's task engine, and functions that run a task run to its final state.
+"""Subclasses of Prefect's task engine, functions that run a task run to its final state, and tracebacks of its errors.
 
 `GPUTaskRunEngine` runs a GPU task with another body than the task's function. `RunnerTaskRunEngine` runs synchronous
-tasks without a `gpu` tag in the runner's threads. Tracebacks are in `tracebacks`.
+tasks without a `gpu` tag in the runner's threads. Logs and states of a task run are in `task_run`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import textwrap
+import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
 from typing import Any
 from uuid import UUID
 
 from prefect import Task, flow_engine, get_run_logger
 from prefect._internal.uuid7 import uuid7
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import State
+from prefect.concurrency import services
 from prefect.context import SyncClientContext
 from prefect.exceptions import CancelledRun, CrashedRun, MissingContextError, TerminationSignal
 from prefect.states import Cancelled, Crashed, Failed
@@ -25,9 +32,8 @@ from prefect.task_engine import SyncTaskRunEngine
 from prefect.transactions import Transaction
 from prefect.utilities.callables import call_with_parameters
 
+from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.tag_limits import TagLimits
-from prefect_gpu.engine.tracebacks import CallingLine, speaks_for_itself
 from prefect_gpu.errors import (
     NO_ROOM,
     ChildDiedError,
@@ -36,6 +42,7 @@ from prefect_gpu.errors import (
     PlacementTimeoutError,
     PolicyError,
     PrefectGPUError,
+    ProtocolError,
     ResultError,
 )
 
@@ -82,6 +89,58 @@ def ended_by(error: BaseException | None) -> CancelledByRunner:
 
 #: Prefix of the notes that this package adds to errors.
 NOTE = "prefect_gpu: "
+
+
+#: Seconds for which an answer of the API is used. A new limit takes effect after these and Prefect's own 5 s.
+KNOWN_S = 10.0
+
+#: Limits read in one call, the API's maximum.
+_PAGE = 200
+
+
+class TagLimits:
+    """The tags with a concurrency limit, read from the API and kept for `KNOWN_S`. Safe to use from several threads.
+
+    Before each body, Prefect's engine requests a slot for each tag, and caches for 5 s which sets of tags have no limit. A
+    request is a write: a SQLite server busy with a thousand task runs refused it for more than the 62 s of retries of
+    Prefect's client, and the task run crashed (Prefect 3.8.8). So the limits are read, and Prefect's cache is filled.
+    """
+
+    def __init__(
+        self,
+        lend: Callable[[], AbstractContextManager[SyncPrefectClient]],
+        clock: Clock | None = None,
+    ) -> None:
+        self._lend = lend
+        self._clock: Clock = clock or RealClock()
+        #: Held during the call of the API, so that many threads make one call.
+        self._lock = threading.Lock()
+        self._limited: frozenset[str] = frozenset()
+        self._until_s = 0.0
+
+    def note_unlimited(self, tags: Iterable[str]) -> None:
+        """Note in Prefect's cache if none of a task run's tags has a limit. Do nothing if the API does not answer."""
+        names = frozenset(f"tag:{tag}" for tag in tags)
+        with self._lock:
+            if self._clock.now() >= self._until_s:
+                try:
+                    self._limited = self._read()
+                except Exception:  # noqa: BLE001 - the engine asks, and may fail
+                    return
+                self._until_s = self._clock.now() + KNOWN_S
+            if names & self._limited:
+                return
+        with services._cache_lock:
+            services._no_limits_cache[names] = True
+
+    def _read(self) -> frozenset[str]:
+        found: set[str] = set()
+        with self._lend() as client:
+            while True:
+                page = client.read_global_concurrency_limits(_PAGE, len(found))
+                found.update(limit.name for limit in page)
+                if len(page) < _PAGE:
+                    return frozenset(found)
 
 
 class RunnerTaskRunEngine(SyncTaskRunEngine[..., Any]):
@@ -296,3 +355,81 @@ def failed_state(task_name: str, error: Exception) -> State[Any]:
 def new_task_run_id() -> UUID:
     """Return an id for a new task run, ordered by time as in Prefect's own runners."""
     return uuid7()
+
+
+# Tracebacks: the user's lines in the flow and in the child, and few lines of this package.
+
+#: Packages whose frames lie between the user's `submit` and the task runner.
+_NOT_USERS = ("prefect", "prefect_gpu")
+
+
+class ChildTraceback(Exception):  # noqa: N818  # shown as a cause, never raised
+    """The traceback of an exception in a child process, as text; shown as the cause of that exception."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\n\nin the process of the GPU task:\n{self.text}"
+
+
+def attach_traceback(error: BaseException, text: str) -> None:
+    """Attach a child process's traceback, as text, to an exception: as the cause at the end of its chain of causes."""
+    _shown(error)[-1].__cause__ = ChildTraceback(text)
+
+
+def _shown(error: BaseException | None) -> list[BaseException]:
+    """Return an exception, its shown cause or context, the cause or context of that exception, and so on."""
+    found: dict[int, BaseException] = {}
+    while error is not None and id(error) not in found:
+        found[id(error)] = error
+        hidden = error.__cause__ is not None or error.__suppress_context__
+        error = error.__cause__ if hidden else error.__context__
+    return [*found.values()]
+
+
+def has_traceback(error: BaseException | None) -> bool:
+    """Return whether `attach_traceback` was called with this exception."""
+    return any(isinstance(each, ChildTraceback) for each in _shown(error))
+
+
+def speaks_for_itself(error: Exception) -> bool:
+    """Return whether an error is clear without this package's frames: the package's own error, or one from a child."""
+    if isinstance(error, ProtocolError):
+        # A defect of this package: the frames help.
+        return False
+    return isinstance(error, PrefectGPUError) or has_traceback(error)
+
+
+@dataclass(frozen=True, slots=True)
+class CallingLine:
+    """A line of the user's code, without its frame: a frame would keep all local variables alive."""
+
+    file: str
+    line: int
+    function: str
+    #: First line of the function.
+    first_line: int
+    module: str
+
+    def traceback(self) -> TracebackType:
+        """Return a traceback that shows this line alone, without local variables."""
+        # Only running code has a frame: this code object is given the line's file and function.
+        code = compile("here.append(frame())", self.file, "exec")
+        code = code.replace(co_name=self.function, co_firstlineno=self.first_line)
+        here: list[FrameType] = []
+        exec(code, {"here": here, "frame": sys._getframe, "__name__": self.module})
+        # -1: the position inside the line is unknown.
+        return TracebackType(None, here.pop(), -1, self.line)
+
+
+def calling_line() -> CallingLine | None:
+    """Return the innermost line of this thread's stack outside Prefect and this package; `None`: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    return CallingLine(code.co_filename, frame.f_lineno, code.co_name, code.co_firstlineno, module)

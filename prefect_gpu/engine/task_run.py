@@ -1,24 +1,40 @@
-"""The task run of an engine's thread: log, events, and states while it waits for a device. Engine: `task_engine`."""
+"""The task run of an engine's thread: log, events, states while it waits for a device, and context for its child process.
+
+The engine is in `task_engine`, the child's side of the context in `child.prefect_context`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
+import os
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from prefect import Task, get_run_logger
-from prefect.cache_policies import CompoundCachePolicy, Inputs
+from prefect.cache_policies import NO_CACHE, CompoundCachePolicy, Inputs
 from prefect.client.schemas.objects import State, StateType, TaskRun
-from prefect.context import FlowRunContext, TaskRunContext
+from prefect.context import (
+    AssetContext,
+    FlowRunContext,
+    SettingsContext,
+    TaskRunContext,
+    serialize_context,
+)
 from prefect.events import Event, emit_event
 from prefect.events.worker import EventsWorker
 from prefect.logging.handlers import APILogHandler, emit_api_log
+from prefect.settings import get_current_settings
 from prefect.states import Pending, Running
-from prefect.transactions import Transaction
-from prefect.utilities.engine import emit_task_run_state_change_event
+from prefect.transactions import BaseTransaction, Transaction, get_transaction
+from prefect.utilities.engine import emit_task_run_state_change_event, should_log_prints
 from prefect.utilities.urls import url_for
 
-from prefect_gpu.engine import child_context
+from prefect_gpu import values
+from prefect_gpu.errors import ResultError
+from prefect_gpu.policy import is_gpu_tag
+from prefect_gpu.processes.messages import ContextChanges, StoredValue
 from prefect_gpu.reports.events import DEVICE_ROLE, GPUEvent, device_resource
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.scheduling.reasons import Reason, sentence
@@ -39,6 +55,17 @@ def hashes_inputs(task: Task[..., Any]) -> bool:
     policy = task.cache_policy
     policies = policy.policies if isinstance(policy, CompoundCachePolicy) else [policy]
     return any(isinstance(each, Inputs) and not each.exclude for each in policies)
+
+
+class ChildContext(NamedTuple):
+    """The Prefect context of a task run for its child process."""
+
+    #: Without the parameters of the task run and of its flow run.
+    context: dict[str, Any]
+    parameters: dict[str, Any]
+    flow_parameters: dict[str, Any]
+    #: Whether the body's prints are logged.
+    log_prints: bool
 
 
 class EngineRun:
@@ -167,10 +194,31 @@ class EngineRun:
             task_run=task_run, initial_state=before, validated_state=state
         )
 
-    def context_for_child(self) -> tuple[dict[str, Any], bool]:
-        """Return the task run's context, serialised for a child process, and whether the body's prints are logged."""
-        context = child_context.context_for_child(self._context, self._task)
-        return context, self._context.log_prints
+    def context_for_child(self) -> ChildContext:
+        """Return the Prefect context of this thread's task run, serialised for its child process."""
+        task_run, flow_run = self._context, FlowRunContext.get()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_AsTheyAre.of_thread(str(task_run.client.api_url)))
+            # The parameters are the call's own argument objects: pickled with the call, each object is sent once. Prefect
+            # would also copy lists and dictionaries in them, and turn models into dictionaries.
+            stack.enter_context(task_run.model_copy(update={"parameters": {}}))
+            if flow_run is not None:
+                stack.enter_context(flow_run.model_copy(update={"parameters": {}}))
+            context = serialize_context()
+        context["task_run_context"]["task"] = _travelling(self._task)
+        flow_parameters: dict[str, Any] = {}
+        flow_run_context = context.get("flow_run_context")
+        if flow_run is not None and flow_run_context:
+            flow_parameters = flow_run.parameters or {}
+            if flow_run_context.get("flow") is not None:
+                flow_run_context["flow"] = _travelling(flow_run_context["flow"])
+        if tags := context.get("tags_context"):
+            # A task submitted by the child's body has GPU tags of its own.
+            tags["current_tags"] = {t for t in tags["current_tags"] if not is_gpu_tag(t)}
+        assets = AssetContext.get()
+        context["asset_context"] = assets.serialize() if assets is not None else {}
+        context["transactions"] = [_as_values(each) for each in _transactions()]
+        return ChildContext(context, task_run.parameters, flow_parameters, task_run.log_prints)
 
     def environment_for_child(self) -> dict[str, str | None]:
         """Return environment variables for a child process, with the address of the parent's Prefect server."""
@@ -211,3 +259,117 @@ def _around_events(context: TaskRunContext) -> Context:
 def _without_value(task_run: TaskRun) -> TaskRun:
     """Return a copy of a task run without its state, whose data is the value."""
     return task_run.model_copy(update={"state": None})
+
+
+# The context of a task run for its child process.
+
+#: Attributes of tasks and flows that may hold functions, which a child process never calls, and what its copy has in
+#: place of a function. Its copy has no hooks either.
+ONLY_HERE = {
+    "retry_condition_fn": None,
+    "cache_key_fn": None,
+    "task_run_name": None,
+    "flow_run_name": None,
+    "cache_policy": NO_CACHE,
+    "_user_cache_policy": NO_CACHE,
+}
+
+
+def apply_changes(changes: ContextChanges) -> None:
+    """Apply changes of transactions and assets, made by a body in its child process, to this thread's contexts."""
+    transactions = _transactions()
+    for transaction, values_set in zip(transactions, changes.transactions, strict=True):
+        for name, value in values_set.items():
+            transaction.set(name, value)
+    if transactions:
+        transactions[0].on_commit_hooks.extend(changes.on_commit)
+        transactions[0].on_rollback_hooks.extend(changes.on_rollback)
+    assets = AssetContext.get()
+    if assets is not None:
+        for key, metadata in changes.metadata.items():
+            assets.add_asset_metadata(key, dict(metadata))
+
+
+def _transactions() -> list[BaseTransaction]:
+    """Return this thread's open Prefect transactions, innermost first."""
+    found: list[BaseTransaction] = []
+    transaction = get_transaction()
+    # A parent that has ended returns the current transaction as its own parent.
+    while transaction is not None and not any(transaction is each for each in found):
+        found.append(transaction)
+        transaction = transaction.get_parent()
+    return found
+
+
+def _stored(name: str, value: Any) -> StoredValue:
+    try:
+        return StoredValue(values.Apart.of(value, "argument", name))
+    except ResultError as error:
+        return StoredValue(error)
+
+
+def _as_values(transaction: BaseTransaction) -> dict[str, Any]:
+    """Return the fields of a transaction that a child process needs to rebuild it (`prefect_context.RunContexts`)."""
+    names = ("key", "commit_mode", "isolation_level", "overwrite", "write_on_commit", "state")
+    stored = transaction._stored_values.copy()
+    return {
+        "fields": {name: getattr(transaction, name) for name in names},
+        "holder": transaction._holder,
+        "values": {name: _stored(name, value) for name, value in stored.items()},
+    }
+
+
+def _travelling(runnable: Any) -> Any:
+    """Return a copy of a task or flow without its function and hooks, for the Prefect context of a child process."""
+    light = copy.copy(runnable)
+    light.__dict__.pop("__wrapped__", None)
+    # A flow's function may refer to anything in its script (locks, clients, models). Pickling that for each task would
+    # take long, or fail. The body itself is in the call.
+    light.fn = _runs_elsewhere
+    for name in [*vars(light)]:
+        if name.endswith("_hooks"):
+            setattr(light, name, [])
+        elif name in ONLY_HERE and not isinstance(getattr(light, name), str):
+            setattr(light, name, ONLY_HERE[name])
+    return light
+
+
+def _runs_elsewhere(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("this copy only names the run; call the task or flow itself")
+
+
+def logs_need_prefect(task: Task[..., Any]) -> bool:
+    """Return whether a child must import Prefect before the body, for its logs and prints. On the submitting thread."""
+    logs = get_current_settings().logging
+    if should_log_prints(task) or logs.extra_loggers or logs.config_path.exists():
+        return True
+    # Without Prefect a child uses the levels of Prefect's default configuration. Prefect reads levels, handlers and
+    # `propagate` of loggers from these variables.
+    variables = ("PREFECT_LOGGING_ROOT_", "PREFECT_LOGGING_LOGGERS_")
+    return any(name.startswith(variables) for name in os.environ)
+
+
+def prefect_log_level() -> str:
+    """Return the log level of Prefect's loggers in this thread's settings."""
+    return get_current_settings().logging.level
+
+
+class _AsTheyAre(SettingsContext):
+    """Settings pickled in 0.2 ms. Prefect 3.8.8 takes 14 ms of CPU to serialise, 25 ms in the child to validate."""
+
+    @classmethod
+    def of_thread(cls, url: str) -> _AsTheyAre:
+        """Return this thread's settings with `url` as the API's address: without it each child starts a server."""
+        current = SettingsContext.get()
+        assert current is not None, "Prefect always has settings"
+        settings = current.settings
+        if settings.api.url != url:
+            api = settings.api.model_copy(update={"url": url})
+            settings = settings.model_copy(update={"api": api})
+        # Not validated: Prefect's validation briefly changes settings of all threads, and fails in two threads at once.
+        return cls.model_construct(profile=current.profile, settings=settings)
+
+    def serialize(self, include_secrets: bool = True) -> dict[str, Any]:
+        """See `SettingsContext.serialize`."""
+        profile = SettingsContext.model_construct({"profile"}, profile=self.profile)
+        return {**profile.serialize(include_secrets), "settings": self.settings}

@@ -20,9 +20,8 @@ from typing_extensions import assert_never
 from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
 from prefect_gpu.devices.reader import ProcessMemory
-from prefect_gpu.engine.child_context import apply_changes
-from prefect_gpu.engine.task_engine import CancelledByRunner
-from prefect_gpu.engine.tracebacks import ChildTraceback
+from prefect_gpu.engine.task_engine import CancelledByRunner, ChildTraceback
+from prefect_gpu.engine.task_run import apply_changes
 from prefect_gpu.errors import BudgetExceededError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment

@@ -15,8 +15,12 @@ from itertools import accumulate
 from typing_extensions import assert_never
 
 from prefect_gpu.broker.suspendable import Lost
-from prefect_gpu.engine.task_engine import LONGEST_LINE, CancelledByRunner
-from prefect_gpu.engine.tracebacks import ChildTraceback, attach_traceback
+from prefect_gpu.engine.task_engine import (
+    LONGEST_LINE,
+    CancelledByRunner,
+    ChildTraceback,
+    attach_traceback,
+)
 from prefect_gpu.errors import ChildDiedError, ChildTimeoutError, PrefectGPUError, ResultError
 from prefect_gpu.processes.crash_site import crashed_at
 from prefect_gpu.processes.launch_spec import ChildRefused

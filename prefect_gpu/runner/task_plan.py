@@ -33,12 +33,7 @@ from prefect import Task
 
 from prefect_gpu import values
 from prefect_gpu.devices.host import count_cores
-from prefect_gpu.engine.child_context import (
-    logs_need_prefect,
-    prefect_log_level,
-    without_parameters,
-)
-from prefect_gpu.engine.task_run import EngineRun
+from prefect_gpu.engine.task_run import EngineRun, logs_need_prefect, prefect_log_level
 from prefect_gpu.errors import NO_ROOM, PolicyError, PrefectGPUError, ResultError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.frameworks.registry import (
@@ -225,18 +220,17 @@ class TaskCall:
         bound = inspect.signature(self.plan.function).bind(*self.args, **self.kwargs).arguments
         for name, value in bound.items():
             values.refuse_shared(value, "argument", name)
-        context, log_prints = self.run.context_for_child()
-        context, parameters, flow_parameters = without_parameters(context)
+        around = self.run.context_for_child()
         call = Call(
             self.plan.function,
             self.args,
             self.kwargs,
-            values.Apart.of(context, "call", "context"),
-            flow_parameters,
-            log_prints,
+            values.Apart.of(around.context, "call", "context"),
+            around.flow_parameters,
+            around.log_prints,
             prefect_log_level(),
-            at_once=self.plan.with_prefect or log_prints,
-            parameters=parameters,
+            at_once=self.plan.with_prefect or around.log_prints,
+            parameters=around.parameters,
         )
         try:
             packed = values.dumps(call, "call", "call", _reducers(), self.share.pack)

@@ -52,7 +52,7 @@ from prefect.utilities.engine import emit_task_run_state_change_event
 
 from prefect_gpu import GPUTaskRunner, gpu, values
 from prefect_gpu.child import prefect_context
-from prefect_gpu.engine import child_context, task_engine, task_run
+from prefect_gpu.engine import task_engine, task_run
 from prefect_gpu.engine.flow_run import SharedClient, flow_of, flow_run_goes_on
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.messages import EventEmitted, LogEmitted
@@ -90,7 +90,7 @@ def test_threads_may_copy_the_settings_at_the_same_time() -> None:
     # To validate a copy, Prefect sets fields of the settings that all threads share, and unsets them.
     def copy_often(_: int) -> None:
         for _ in range(500):
-            with child_context._AsTheyAre.of_thread("http://127.0.0.1:1/api") as copied:
+            with task_run._AsTheyAre.of_thread("http://127.0.0.1:1/api") as copied:
                 assert copied.settings.api.url == "http://127.0.0.1:1/api"
             with bounded_settings(get_settings_context(), 1.5) as copied:
                 assert copied.settings.api.request_timeout == 1.5
@@ -186,14 +186,14 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
         raw = serialize_context()
         assert set(raw) >= {
             "flow_run_context", "task_run_context", "tags_context", "settings_context"
-        }, "keys of the serialised context changed: see child_context.context_for_child"  # fmt: skip
+        }, "keys of the serialised context changed: see EngineRun.context_for_child"  # fmt: skip
         assert set(raw["task_run_context"]) >= {"task", "task_run", "parameters"}
         assert set(raw["flow_run_context"]) >= {"flow", "flow_run", "parameters"}
-        assert "api" in raw["settings_context"]["settings"], "see child_context._AsTheyAre"
+        assert "api" in raw["settings_context"]["settings"], "see task_run._AsTheyAre"
         assert "current_tags" in raw["tags_context"]
         seen["profile"] = raw["settings_context"]["profile"]
         engine_run = task_run.EngineRun(inside)
-        seen["context"], seen["log_prints"] = engine_run.context_for_child()
+        seen["around"] = engine_run.context_for_child()
         seen["environment"] = engine_run.environment_for_child()
         seen["run"] = engine_run.task_run
         seen["flow"] = flow_of(FlowRunContext.get())
@@ -212,23 +212,20 @@ def test_the_serialised_context_has_the_keys_we_change() -> None:
             inside(held)
 
     around(3)
-    context = seen["context"]
-    assert seen["log_prints"] is True
+    context, parameters, of_flow, log_prints = seen["around"]
+    assert log_prints is True
     assert seen["environment"] == {"PREFECT_API_URL": seen["client"]}
     assert context["settings_context"]["settings"].api.url == seen["client"]
-    assert context["settings_context"]["profile"] == seen["profile"], "see child_context._AsTheyAre"
-    assert context["task_run_context"]["parameters"] == {"x": 3}
+    assert context["settings_context"]["profile"] == seen["profile"], "see task_run._AsTheyAre"
+    assert context["task_run_context"]["parameters"] == {} and parameters == {"x": 3}
     light = context["task_run_context"]["task"]
     assert light.name == "inside" and light is not inside and light.on_failure_hooks == []
     assert inside.on_failure_hooks, "the task itself was changed"
     # Locks of functions that never run in a child are not sent.
     pickled = values.dumps([light, context["flow_run_context"]["flow"]], "argument", "it")
     assert b"locked" not in bytes(pickled.open().stream)
-    assert context["flow_run_context"]["flow"].fn is child_context._runs_elsewhere
-    assert context["flow_run_context"]["parameters"] == {"held": 3}
-    without, parameters, of_flow = child_context.without_parameters(context)
-    assert without["flow_run_context"]["parameters"] == {} and of_flow == {"held": 3}
-    assert without["task_run_context"]["parameters"] == {} and parameters == {"x": 3}
+    assert context["flow_run_context"]["flow"].fn is task_run._runs_elsewhere
+    assert context["flow_run_context"]["parameters"] == {} and of_flow == {"held": 3}
     assert "kept" in context["tags_context"]["current_tags"]
     assert not any(t.startswith("gpu") for t in context["tags_context"]["current_tags"])
     assert seen["flow"][0] == "around" and seen["flow"][1] == seen["run"].flow_run_id
@@ -271,7 +268,7 @@ def test_a_child_has_copies_of_the_transactions_of_its_run(
         outer.set("inherited", [1])
         outer.set("refused", (each for each in ()))
         with transaction(key="a-key") as own:
-            values = [child_context._as_values(each) for each in child_context._transactions()]
+            values = [task_run._as_values(each) for each in task_run._transactions()]
             assert [each["fields"]["key"] for each in values] == ["a-key", None]
             apart = Apart.of({"transactions": values}, "call", "context")
             changes = Context().run(in_child, apart.load())
@@ -279,7 +276,7 @@ def test_a_child_has_copies_of_the_transactions_of_its_run(
             assert own.get("own", None) is None, "a child has copies"
             if ends == "completed":
                 assert changes.transactions == ({"own": 3}, {"of the outer": 2})
-                child_context.apply_changes(changes)
+                task_run.apply_changes(changes)
                 assert (own.get("own"), outer.get("of the outer")) == (3, 2)
                 assert own.on_commit_hooks == [note]
             own.on_commit_hooks.clear()
@@ -296,8 +293,8 @@ def test_a_transaction_whose_outer_one_has_ended_is_read_once() -> None:
 
     def read() -> list[Any]:
         with transaction() as own:
-            assert child_context._transactions() == [own, outer]
-            return child_context._transactions()
+            assert task_run._transactions() == [own, outer]
+            return task_run._transactions()
 
     assert len(context.run(read)) == 2
 
@@ -305,7 +302,7 @@ def test_a_transaction_whose_outer_one_has_ended_is_read_once() -> None:
 def test_prefect_sets_its_logging_up_as_a_child_without_prefect_expects() -> None:
     config = load_logging_config(DEFAULT_LOGGING_SETTINGS_PATH)
     assert config["root"] == {"level": "WARNING", "handlers": ["console"]}, "see LatePrefect"
-    level = child_context.prefect_log_level()
+    level = task_run.prefect_log_level()
     assert config["loggers"]["prefect"] == {"level": level}, "see _Run.begin_logging"
     assert "setup_logging()" in Path(prefect.main.__file__).read_text()
     # The second time it sets levels alone.
@@ -330,7 +327,7 @@ def test_a_task_needs_prefect_for_logging_that_is_not_the_default(
 ) -> None:
     def needs() -> bool:
         with SettingsContext(profile=profile, settings=Settings()):
-            return child_context.logs_need_prefect(task(lambda: None))
+            return task_run.logs_need_prefect(task(lambda: None))
 
     profile = get_settings_context().profile
     assert not needs()

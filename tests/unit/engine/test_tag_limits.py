@@ -11,7 +11,7 @@ import pytest
 from prefect.concurrency import services
 
 from prefect_gpu.clock import FakeClock
-from prefect_gpu.engine.tag_limits import KNOWN_S, TagLimits
+from prefect_gpu.engine.task_engine import KNOWN_S, TagLimits
 
 
 class Api:

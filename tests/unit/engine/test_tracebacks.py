@@ -8,13 +8,13 @@ import weakref
 import pytest
 from prefect import task
 
-from prefect_gpu.engine.task_engine import in_place_of
-from prefect_gpu.engine.tracebacks import (
+from prefect_gpu.engine.task_engine import (
     CallingLine,
     ChildTraceback,
     attach_traceback,
     calling_line,
     has_traceback,
+    in_place_of,
 )
 from prefect_gpu.errors import PlacementError, ProtocolError
 

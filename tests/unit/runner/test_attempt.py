@@ -17,6 +17,7 @@ from prefect_gpu.broker import suspendable
 from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.engine.task_engine import CancelledByRunner
+from prefect_gpu.engine.task_run import ChildContext
 from prefect_gpu.errors import (
     BudgetExceededError,
     ChildDiedError,
@@ -86,8 +87,8 @@ class FakeRun:
     def __getattr__(self, name: str) -> Callable[[Any], None]:
         return self.told.setdefault(name, []).append
 
-    def context_for_child(self) -> tuple[dict[str, Any], bool]:
-        return {}, False
+    def context_for_child(self) -> ChildContext:
+        return ChildContext({}, {}, {}, False)
 
     def environment_for_child(self) -> dict[str, str | None]:
         return {}

@@ -205,7 +205,7 @@ _DEVICE_HEADS = ("index", "uuid", "name", "total", "free", "processes")
 
 
 def _list_nodes(address: str, devices: DeviceSpec, as_json: bool) -> str:
-    from prefect_gpu.cluster.flow_cluster import read_cluster
+    from prefect_gpu.cluster.membership import read_cluster
     from prefect_gpu.cluster.node_agent import NodeSettings
 
     settings = NodeSettings("", devices, "spread", None, None, _settings().ledger, standby=0)

@@ -1,7 +1,8 @@
 """The nodes of a cluster, as the flow's process sees them: their devices, reservations and processes.
 
 `ClusterReader` is the `DeviceReader` of all nodes, `ClusterStore` the store of a ledger that includes other flows'
-reservations, and `ClusterLauncher` starts processes on the node of a placement. All three read `Nodes`.
+reservations, and `ClusterLauncher` starts processes on the node of a placement. All three read `Nodes`. Standbys: the
+node of a task is not known before its placement, so all nodes get the same numbers of `ExpectedTasks`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,17 +19,19 @@ from typing import Any, Protocol
 
 from prefect_gpu.broker.ledger import Entry, Row, Store, Written
 from prefect_gpu.cluster import wire
-from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
 from prefect_gpu.errors import ChildDiedError, DeviceError, NodeRefusedError
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.launch_spec import (
     ChildExited,
+    ChildHandle,
     ChildRefused,
     LaunchSpec,
     Listener,
     ValueArrived,
     tell,
 )
+from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import (
     Device,
     DeviceKind,
@@ -201,7 +205,7 @@ class _Child:
     node: Node
     listener: Listener
     task_name: str
-    order: InOrder = field(default_factory=InOrder)
+    order: wire.InOrder = field(default_factory=wire.InOrder)
     #: Whether the first, and whether the last message (`ChildExited`, `ChildRefused`) was passed on. Used in `order`.
     began: bool = False
     ended: bool = False
@@ -453,3 +457,69 @@ class RemoteHandle:
         """Kill the process and every process that it started."""
         if self._node is not None:
             self._node.agent.tell([wire.Kill(self._child)])
+
+
+class ExpectedTasks:
+    """Counts a flow's submitted tasks that have no process yet, by kind of standby. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[Kind] = Counter()
+        self._policies: dict[Kind, FrameworkPolicy] = {}
+        self._changed: set[Kind] = set()
+
+    def add(self, kind: Kind, policy: FrameworkPolicy, number: int) -> None:
+        """Change the count of a kind's tasks by a number, which may be negative."""
+        with self._lock:
+            self._counts[kind] += number
+            self._policies[kind] = policy
+            self._changed.add(kind)
+
+    def take(self, everything: bool = False) -> tuple[wire.Expect, ...]:
+        """Return the counts that changed since the last call; `everything`: all counts except 0, for a new node."""
+        with self._lock:
+            kinds = set(self._counts) if everything else self._changed
+            found = tuple(
+                wire.Expect(kind, self._policies[kind], self._counts[kind])
+                for kind in kinds
+                if not everything or self._counts[kind]
+            )
+            if not everything:
+                self._changed = set()
+                for kind in [kind for kind, count in self._counts.items() if not count]:
+                    del self._counts[kind], self._policies[kind]
+            return found
+
+
+class ClusterAnnouncement:
+    """The `Launcher` of one task on a cluster. The task counts as expected until its first process starts."""
+
+    def __init__(
+        self,
+        launcher: ClusterLauncher,
+        expected: ExpectedTasks,
+        kind: Kind,
+        policy: FrameworkPolicy,
+    ) -> None:
+        #: Name of the task's kind of standby, as in `Request.standby`.
+        self.standby = kind.key
+        self._launcher = launcher
+        self._expected = expected
+        self._kind = kind
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._counted = True
+        expected.add(kind, policy, 1)
+
+    def start(self, spec: LaunchSpec, listener: Listener) -> ChildHandle:
+        """Start a process for the task on the node of its placement."""
+        self.retract()
+        return self._launcher.start(spec, listener, wire.Expect(self._kind, self._policy, 0))
+
+    def retract(self) -> None:
+        """Remove the task from the expected tasks; a second call does nothing."""
+        with self._lock:
+            if not self._counted:
+                return
+            self._counted = False
+        self._expected.add(self._kind, self._policy, -1)

@@ -7,28 +7,43 @@ The thread `prefect-gpu-cluster-head` asks the head for the nodes: Ray blocks th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
 import logging
+import math
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 
-from prefect_gpu.cluster.expected import ExpectedTasks
-from prefect_gpu.cluster.flow_side import Node, Nodes
+from prefect_gpu.broker.broker import Broker
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.cluster.flow_side import (
+    ClusterAnnouncement,
+    ClusterLauncher,
+    ClusterReader,
+    ClusterStore,
+    ExpectedTasks,
+    Node,
+    Nodes,
+)
 from prefect_gpu.cluster.node_agent import NO_DRIVER, NodeAgent, NodeSettings
 from prefect_gpu.cluster.wire import Command, EndAll, NodeFacts
 from prefect_gpu.devices.spec import VISIBLE_VARIABLE
 from prefect_gpu.errors import DeviceError
+from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.process_resources import start_thread
-from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.processes.interpreter import working_folder
+from prefect_gpu.processes.standby_kind import Kind
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, Request
 from prefect_gpu.units import format_seconds
 from prefect_gpu.version import VERSION
 
@@ -64,6 +79,10 @@ WAITED_S = 5.0
 
 #: Seconds that agents may take to start before the flow goes on without their nodes.
 START_S = 60.0
+
+
+#: Seconds that `read_cluster` waits for the first readings of all devices.
+READING_S = 5.0
 
 
 def import_ray() -> Any:
@@ -160,6 +179,7 @@ class Cluster:
         #: Ray's id of the flow's node; `None`: the flow is a client outside the cluster.
         self._own_id: str | None = None
         self.nodes = Nodes(RayStore())
+        self.launcher = ClusterLauncher(self.nodes)
         self.expected = ExpectedTasks()
         self._expected_s = float("-inf")
         self._members: dict[str, _Member] = {}
@@ -172,9 +192,8 @@ class Cluster:
         self._checked_s = time.monotonic()
         #: Why the cluster was given up; empty: it is in use.
         self._lost = ""
-        self._on_lost: Callable[[str], object] = lambda why: None
-        #: Returns the numbers of GPUs that tasks wait for; see `flow_cluster.wanted_gpus`.
-        self.wanted_gpus: Callable[[], Sequence[int]] = list
+        #: The broker of all devices; `None`: only `open` was called.
+        self.broker: Broker | None = None
         #: Whether Ray's autoscaler has a request of this flow.
         self._asked = False
         self._closing = threading.Event()
@@ -218,11 +237,41 @@ class Cluster:
             self._leave()
             raise
 
-    def watch(self, on_lost: Callable[[str], object]) -> None:
-        """Set `on_lost`, called with the reason if the cluster is lost, before its processes count as killed."""
-        self._on_lost = on_lost
+    def start(self, max_processes: int | None) -> None:
+        """Open the connection and the broker of all devices, for at most `max_processes` at a time. Raises as `open`."""
+        kind, given = self.open(), self._settings
+        try:
+            self.broker = Broker(
+                ClusterReader(self.nodes, kind),
+                Ledger(lambda: ClusterStore(self.nodes)),
+                style=given.placement,
+                # Each node's own limit counts too, and nodes may join.
+                max_processes=max_processes or sys.maxsize,
+                max_tasks_per_device=given.max_tasks_per_device,
+                headroom_bytes=given.headroom_bytes,
+                # Each node's own broker knows its host memory.
+                read_host_available=lambda: sys.maxsize,
+                preempts=False,
+            )
+        except BaseException:
+            # All nodes may have left meanwhile.
+            self.close()
+            raise
         if self._lost:
-            on_lost(self._lost)
+            self.broker.give_up(self._lost)
+
+    def announce(self, kind: Kind, policy: FrameworkPolicy) -> ClusterAnnouncement:
+        """Announce a submitted task to the nodes and return its launcher; `policy`: without devices and budget."""
+        return ClusterAnnouncement(self.launcher, self.expected, kind, policy)
+
+    def _wanted_gpus(self) -> list[int]:
+        """Return the numbers of GPUs that tasks wait for; see `wanted_gpus`."""
+        broker = self.broker
+        waiting = [] if broker is None or broker.kind == "host" else broker.waiting(WAITED_S)
+        if broker is None or not waiting:
+            return []
+        most = self._settings.max_tasks_per_device or sys.maxsize
+        return wanted_gpus(waiting, broker.capacities(()), most)
 
     def close(self) -> None:
         """End the agents and their processes, and Ray's connection unless the program had it before `open`."""
@@ -282,7 +331,7 @@ class Cluster:
             try:
                 told = self._told = self._ray.nodes()
                 self._answered_s = time.monotonic()
-                self._ask_autoscaler(told, self.wanted_gpus())
+                self._ask_autoscaler(told, self._wanted_gpus())
             except Exception:
                 logger.debug("the head of the Ray cluster did not answer", exc_info=True)
 
@@ -318,7 +367,9 @@ class Cluster:
         """Remove all nodes, and end the processes on reachable nodes."""
         logger.error("%s; its tasks are given up", why)
         self._lost = why
-        self._on_lost(why)
+        if self.broker is not None:
+            # Before the processes count as killed.
+            self.broker.give_up(why)
         for member in self._members.values():
             if self._ray.is_initialized():
                 member.tell([EndAll()])
@@ -523,3 +574,53 @@ def _try_connection(address: str) -> None:
 def _last_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[-1][:300] if lines else type(error).__name__
+
+
+def wanted_gpus(
+    waiting: Sequence[Request], capacities: Mapping[Device, int], max_tasks: int
+) -> list[int]:
+    """Return how many GPUs waiting requests need, as numbers of GPUs on one node. Requests of known need share GPUs."""
+    smallest = min(capacities, key=capacities.__getitem__)
+    gpus, shared = list[int](), 0.0
+    for request in waiting:
+        need_bytes = request.need_bytes(smallest)
+        if request.nodes or not all(name.isdecimal() for name in request.devices):
+            # The request names nodes or devices, which are in the cluster.
+            continue
+        if need_bytes is None or request.exclusive or request.count > 1:
+            gpus.append(request.count)
+        else:
+            shared += 1 / max(1, min(capacities[smallest] // max(1, need_bytes), max_tasks))
+    # As floats, eleven elevenths are a little more than one.
+    return [*gpus, *[1] * math.ceil(shared - 1e-9)]
+
+
+def read_cluster(
+    address: str, settings: NodeSettings
+) -> tuple[tuple[DeviceSnapshot, ...], Mapping[str, str]]:
+    """Return a snapshot of each device of a cluster, and why nodes are not used, by name; raise as `Cluster.open`."""
+    cluster = Cluster(address, settings)
+    with _at_the_root():
+        kind = cluster.open()
+    try:
+        reader = ClusterReader(cluster.nodes, kind)
+        until_s = time.monotonic() + READING_S
+        found = reader.read(())
+        while any(each.error for each in found) and time.monotonic() < until_s:
+            threading.Event().wait(0.05)
+            found = reader.read(())
+        return found, dict(cluster.aside)
+    finally:
+        cluster.close()
+
+
+@contextlib.contextmanager
+def _at_the_root() -> Iterator[None]:
+    """Set the working folder to `/` meanwhile: Ray's workers import from the connecting program's folder first."""
+    folder = working_folder()
+    os.chdir("/")
+    try:
+        yield
+    finally:
+        if folder:
+            os.chdir(folder)

@@ -29,8 +29,6 @@ from prefect_gpu.broker.ledger import Entry
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster import wire
-from prefect_gpu.cluster.expected import NodeStandbys
-from prefect_gpu.cluster.in_order import InOrder
 from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.nvml import NvmlMissingError
 from prefect_gpu.devices.reader import DeviceReader, ProcessMemory
@@ -52,8 +50,9 @@ from prefect_gpu.processes.launch_spec import (
 )
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.messages import Asked, BodyStarted, CountersRead
+from prefect_gpu.processes.standby_kind import Kind, standby_changes
 from prefect_gpu.processes.standby_plan import most_by_default
-from prefect_gpu.processes.standby_pool import standby_pool
+from prefect_gpu.processes.standby_pool import Announcement, StandbyPool, standby_pool
 from prefect_gpu.scheduling.model import Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import sentence
@@ -99,6 +98,55 @@ class NodeSettings:
     inline_results: bool = False
 
 
+class NodeStandbys:
+    """The standbys of one flow on one node, in the pool of the node's broker. Any thread may use it."""
+
+    def __init__(self, pool: StandbyPool, fresh: Launcher) -> None:
+        self._pool = pool
+        self._fresh = fresh
+        self.most = 0
+        self._lock = threading.Lock()
+        #: Announcements of the expected tasks, by the flow's kind.
+        self._announced: dict[Kind, list[Announcement]] = {}
+        #: Kinds with this node's environment, by the flow's kind.
+        self._here: dict[Kind, Kind] = {}
+
+    def expect(self, command: wire.Expect) -> None:
+        """Keep a standby for each expected task of a kind, at most `most` for the kind."""
+        with self._lock:
+            announced = self._announced.setdefault(command.kind, [])
+            wanted = min(command.count, self.most)
+            while len(announced) > wanted:
+                announced.pop().retract()
+            while len(announced) < wanted:
+                announced.append(self._announce(command))
+            if not announced:
+                del self._announced[command.kind]
+
+    def launcher_for(self, expected: wire.Expect | None) -> Launcher:
+        """Return a task's launcher: an announcement in the standby pool or, without standbys, of fresh processes."""
+        with self._lock:
+            if expected is None or not self.most:
+                return self._fresh
+            if announced := self._announced.get(expected.kind):
+                return announced.pop()
+            # The task was placed before it was announced. A standby of an earlier task may wait.
+            return self._announce(expected)
+
+    def _announce(self, expected: wire.Expect) -> Announcement:
+        here = self._here.get(expected.kind)
+        if here is None:
+            changes = standby_changes(expected.policy)
+            here = self._here[expected.kind] = replace(expected.kind, environment=changes)
+        return self._pool.announce(here)
+
+    def ready(self) -> Mapping[str, int]:
+        """Return the numbers of waiting standbys by the key of the flow's kind, without zeros."""
+        found = self._pool.ready_by_kind
+        with self._lock:
+            return {kind.key: found[here] for kind, here in self._here.items() if found[here]}
+
+
 class _Hosted:
     """One process of the flow on this node."""
 
@@ -109,7 +157,7 @@ class _Hosted:
         self.handle: ChildHandle | None = None
         self.launched = threading.Event()
         self.pid: int | None = None
-        self.order = InOrder()
+        self.order = wire.InOrder()
         #: Whether to kill the process, perhaps before its start.
         self.killed = False
 

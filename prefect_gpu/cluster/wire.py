@@ -1,4 +1,4 @@
-"""The values that travel between a flow and the node agents of a cluster.
+"""The values that travel between a flow and the node agents of a cluster, and their order.
 
 A flow sends `Command`s, in order. An agent answers each `listen` with `News`. Messages of a child are passed on
 unchanged, except values: their large parts go through an `ObjectStore` and are copied once on each side. Results on the
@@ -8,15 +8,20 @@ flow's own machine are not copied: the flow opens the child's memory files.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import signal
-from collections.abc import Mapping, MutableMapping
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.errors import CapacityError
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
+from prefect_gpu.process_resources import start_thread
 from prefect_gpu.processes.launch_spec import LaunchSpec
 from prefect_gpu.processes.standby_kind import Kind
 from prefect_gpu.scheduling.model import Device, DeviceKind, Reading, Request
@@ -29,6 +34,8 @@ from prefect_gpu.values.transport import (
     unpack,
     write_file,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Exit code of a process that was lost with its node or its value: as if killed.
 LOST_CODE = -int(signal.SIGKILL)
@@ -287,3 +294,48 @@ def _copied(data: memoryview) -> memoryview:
     view = memoryview(copy)
     view[:] = data
     return view
+
+
+class InOrder:
+    """Runs steps one after the other, in the order in which threads pass them to `take`.
+
+    One thread passes on the messages of all children. A large value takes seconds to move, so another thread moves it, and
+    only later messages of the same child wait.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Steps that wait behind a slow step; `None`: no slow step is running.
+        self._waiting: deque[Callable[[], object]] | None = None
+
+    def take(self, step: Callable[[], object], slow: bool = False) -> None:
+        """Run a step at once, or after waiting steps; log its exceptions. A `slow` step runs on a thread of its own."""
+        with self._lock:
+            if self._waiting is not None:
+                self._waiting.append(step)
+                return
+            if slow:
+                self._waiting = deque([step])
+        if not slow:
+            _try_step(step)
+            return
+        try:
+            start_thread(self._run, "prefect-gpu-value")
+        except CapacityError:
+            self._run()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._waiting = None
+                    return
+                step = self._waiting.popleft()
+            _try_step(step)
+
+
+def _try_step(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception:
+        logger.exception("a message of a GPU task's process could not be passed on")

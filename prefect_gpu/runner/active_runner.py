@@ -39,9 +39,7 @@ from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
-from prefect_gpu.engine.tag_limits import TagLimits
-from prefect_gpu.engine.task_engine import CancelledByRunner
-from prefect_gpu.engine.tracebacks import CallingLine, calling_line
+from prefect_gpu.engine.task_engine import CallingLine, CancelledByRunner, TagLimits, calling_line
 from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
 from prefect_gpu.in_task import current_allocation
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
@@ -74,7 +72,7 @@ from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.settings import read_settings
 
 if TYPE_CHECKING:
-    from prefect_gpu.cluster.flow_cluster import FlowCluster
+    from prefect_gpu.cluster.membership import Cluster
     from prefect_gpu.processes.launch_spec import AnnouncedTask, Launcher
 
 logger = logging.getLogger(__name__)
@@ -172,7 +170,7 @@ class ActiveRunner:
         #: Broker whose device faults are watched; `None`: no broker was needed yet.
         self._watched: Broker | None = None
         self._cluster_lock = threading.Lock()
-        self._cluster: FlowCluster | None = None
+        self._cluster: Cluster | None = None
         #: Why the connection to the cluster failed; `None`: not tried, or connected.
         self._no_cluster: DeviceError | None = None
         self._mps = MpsUse(lambda text: self._warn_once(text, text))
@@ -428,7 +426,9 @@ class ActiveRunner:
         """Return the broker of the runner's devices; raise `DeviceError` if the devices cannot be opened."""
         given = self._configuration
         if given.address:
-            broker = self._open_cluster().broker
+            found = self._open_cluster().broker
+            assert found is not None, "it was started"
+            broker = found
         else:
             folder = read_settings().ledger
             key = "broker", given.of_broker, folder
@@ -452,7 +452,7 @@ class ActiveRunner:
         """Return the launcher for the nodes of the runner's cluster; `None`: processes run on this machine."""
         return self._open_cluster().launcher if self._configuration.address else None
 
-    def _open_cluster(self) -> FlowCluster:
+    def _open_cluster(self) -> Cluster:
         """Return the cluster, connected once; raise `DeviceError` if the address has no cluster with devices."""
         with self._cluster_lock:
             if self._no_cluster is not None:
@@ -641,9 +641,9 @@ def _make_broker(given: Configuration, folder: Path | None) -> Broker:
     )
 
 
-def _connect(given: Configuration) -> FlowCluster:
+def _connect(given: Configuration) -> Cluster:
     # Imported here: the module imports Ray, which most runners do not need.
-    from prefect_gpu.cluster.flow_cluster import FlowCluster
+    from prefect_gpu.cluster.membership import Cluster
     from prefect_gpu.cluster.node_agent import NodeSettings
 
     settings = NodeSettings(
@@ -658,7 +658,9 @@ def _connect(given: Configuration) -> FlowCluster:
         cwd=working_folder(),
         sys_path=import_paths(),
     )
-    return FlowCluster(given.address, settings, given.num_gpus, given.max_processes)
+    cluster = Cluster(given.address, settings, given.num_gpus)
+    cluster.start(given.max_processes)
+    return cluster
 
 
 def _shared_folder() -> SharedFolder | None:

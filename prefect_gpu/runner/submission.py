@@ -20,11 +20,16 @@ from prefect import Task
 from typing_extensions import assert_never
 
 from prefect_gpu.broker.broker import Broker, NeedLearned
-from prefect_gpu.cluster.expected import ClusterAnnouncement
+from prefect_gpu.cluster.flow_side import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
-from prefect_gpu.engine.task_engine import NOTE, CancelledByRunner, in_place_of, run_engine
+from prefect_gpu.engine.task_engine import (
+    NOTE,
+    CallingLine,
+    CancelledByRunner,
+    in_place_of,
+    run_engine,
+)
 from prefect_gpu.engine.task_run import EngineRun
-from prefect_gpu.engine.tracebacks import CallingLine
 from prefect_gpu.errors import PlacementError, add_note
 from prefect_gpu.live.progress import RunningTask, WaitingTask
 from prefect_gpu.processes.launch_spec import ChildRefused, Launcher

@@ -151,7 +151,7 @@ def connection() -> Cluster:
     context = FlowRunContext.get()
     assert context is not None and isinstance(context.task_runner, GPUTaskRunner)
     assert context.task_runner._run is not None
-    return context.task_runner._run._open_cluster()._cluster
+    return context.task_runner._run._open_cluster()
 
 
 def agent_pid(node: str) -> int:

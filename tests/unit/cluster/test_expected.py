@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-from prefect_gpu.cluster.expected import NodeStandbys
+from prefect_gpu.cluster.node_agent import NodeStandbys
 from prefect_gpu.cluster.wire import Expect
 from prefect_gpu.frameworks.adapter import FrameworkPolicy
 from prefect_gpu.processes.standby_kind import Kind

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from prefect_gpu.cluster import flow_cluster
-from prefect_gpu.cluster.flow_cluster import FlowCluster, wanted_gpus
-from prefect_gpu.cluster.flow_side import Nodes
+from prefect_gpu.cluster import membership
+from prefect_gpu.cluster.membership import Cluster, wanted_gpus
 from prefect_gpu.cluster.node_agent import NodeSettings
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.scheduling.model import Device, DeviceKind, ModelBudgets, Request
+from prefect_gpu.scheduling.model import Device, ModelBudgets, Request
 from prefect_gpu.units import GIB
 
 SMALL = Device("GPU-0", 0, "small", 24 * GIB, "nvml", "a")
@@ -54,26 +54,14 @@ def test_gpus_that_are_wanted(waiting: list[Request], expected: list[int]) -> No
 def test_nodes_that_leave_while_a_flow_connects_are_an_error_and_nothing_stays_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Left:
-        """A cluster whose one node leaves once it is open."""
-
-        nodes = Nodes(None)  # type: ignore[arg-type]
-        closed = False
-
-        def __init__(self, *settings: Any) -> None:
-            clusters.append(self)
-
-        def open(self) -> DeviceKind:
-            return "simulated"
-
-        def close(self) -> None:
-            self.closed = True
-
-    clusters: list[Left] = []
-    monkeypatch.setattr(flow_cluster, "Cluster", Left)
+    monkeypatch.setattr(membership, "import_ray", SimpleNamespace)
+    settings = NodeSettings("n1", DeviceSpec("auto"), "pack", None, None)
+    cluster, closed = Cluster("auto", settings), list[bool]()
+    monkeypatch.setattr(cluster, "open", lambda: "simulated")
+    monkeypatch.setattr(cluster, "close", lambda: closed.append(True))
     with pytest.raises(DeviceError, match="there is no device"):
-        FlowCluster("auto", NodeSettings("n1", DeviceSpec("auto"), "pack", None, None), None, None)
-    assert [each.closed for each in clusters] == [True]
+        cluster.start(None)
+    assert closed == [True]
 
 
 def test_as_many_on_a_gpu_as_allowed() -> None:

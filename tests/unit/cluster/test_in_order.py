@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.clock import DEADLOCK_S
-from prefect_gpu.cluster.in_order import InOrder
+from prefect_gpu.cluster.wire import InOrder
 from tests.unit.broker.broker_rig import threads_refused
 
 THREAD = "prefect-gpu-value"

@@ -23,7 +23,6 @@ from prefect_gpu.broker.preempting import hold_back
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.cluster import node_agent
-from prefect_gpu.cluster.expected import NodeStandbys
 from prefect_gpu.cluster.flow_side import (
     ClusterLauncher,
     ClusterReader,
@@ -32,7 +31,7 @@ from prefect_gpu.cluster.flow_side import (
     Nodes,
     RemoteHandle,
 )
-from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings, is_alike
+from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings, NodeStandbys, is_alike
 from prefect_gpu.cluster.wire import Expect, NodeFacts, OpenFile, SharedResult, can_share
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError

@@ -49,7 +49,6 @@ from prefect_gpu.scheduling.model import (
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, explain
-from prefect_gpu.suspension.suspended import Stage
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -419,10 +418,10 @@ class Broker:
                 found[request_id] = replace(entry, namespace="", held_bytes=held)
         return found
 
-    def show_suspension(self, ticket: Ticket, stage: Stage, text: str) -> None:
+    def show_suspension(self, ticket: Ticket, stage: Trigger, text: str) -> None:
         """Report the stage of the suspension of a request's process; `text` is for people, empty if the process runs.
 
-        The stage `"moving in"` asks whether the process may resume: its devices are reserved for it, and no suspension is
+        The stage `MOVING_IN` asks whether the process may resume: its devices are reserved for it, and no suspension is
         wanted, by the ledger's newest entry. The answer is put into `Ticket.may_resume`.
         """
         self._put(events.Moved(ticket, Trigger(stage), text))

@@ -69,7 +69,7 @@ class Phase(Enum):
 
 
 class Trigger(Enum):
-    """Events that change the phase of a request. Steps of a suspension have the values of `suspension.suspended.Stage`."""
+    """Events that change the phase of a request, stages of a suspension among them."""
 
     ADMITTED = "admitted"
     PLACED = "placed"

@@ -38,7 +38,7 @@ from prefect_gpu.scheduling.memory import DeviceState, device_state, measure
 from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
-from prefect_gpu.suspension.suspended import REFUSED
+from prefect_gpu.suspension.eligibility import REFUSED
 from prefect_gpu.units import counted, format_bytes, format_seconds
 
 T = TypeVar("T")

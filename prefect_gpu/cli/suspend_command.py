@@ -13,7 +13,7 @@ from functools import partial
 
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.errors import ReportError, SettingError
-from prefect_gpu.suspension.suspended import REFUSED
+from prefect_gpu.suspension.eligibility import REFUSED
 
 #: Seconds between two readings of the ledger.
 LOOK_S = 0.1

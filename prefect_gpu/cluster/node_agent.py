@@ -26,6 +26,7 @@ from typing_extensions import assert_never
 from prefect_gpu.broker.broker import Broker, next_sequence
 from prefect_gpu.broker.host_ledger import host_ledger
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.clock import RealClock
 from prefect_gpu.cluster import wire
@@ -56,7 +57,7 @@ from prefect_gpu.processes.standby_pool import Announcement, StandbyPool, standb
 from prefect_gpu.scheduling.model import Reading
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import sentence
-from prefect_gpu.suspension.suspended import REFUSED
+from prefect_gpu.suspension.eligibility import REFUSED
 from prefect_gpu.values.transport import AVAILABLE, MemoryFile, ReceivedValue, write_file
 
 logger = logging.getLogger(__name__)
@@ -417,7 +418,9 @@ class NodeAgent:
             raise NodeRefusedError(self._name, str(ticket.error))
         # The answer to `prefect-gpu suspend` on the node's machine.
         show = self._broker.show_suspension
-        ticket.on_held_back = lambda away: show(ticket, "refused", f"{REFUSED}{NOT_SUSPENDED}")
+        ticket.on_held_back = lambda away: show(
+            ticket, Trigger.NOT_MOVED, f"{REFUSED}{NOT_SUSPENDED}"
+        )
         return ticket
 
     def _start(self, hosted: _Hosted, child: str, launch: wire.Launch, ticket: Ticket) -> None:

@@ -45,12 +45,12 @@ from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.process_listener import ProcessListener
 from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.run_log import conclude, ended_line, first_line, in_one_line, placed_line
+from prefect_gpu.runner.suspender import lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.ladder import Evidence
 from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
-from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.values.registrations import find_registered
 
 #: Seconds between two readings of a framework's counters in the child. A reading takes microseconds, and did not slow

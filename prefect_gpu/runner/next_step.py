@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import ChildRefused
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.process_run import Cancelled, EndedForOthers, Failure
+from prefect_gpu.runner.process_run import Cancelled, EndedForOthers, Failure, Lost
 from prefect_gpu.scheduling import ladder
 from prefect_gpu.scheduling.ladder import Cause, Evidence, NextAttempt, OomHistory
 from prefect_gpu.scheduling.model import DeviceKind

@@ -61,7 +61,6 @@ class ProcessRecord:
         self._counted_out = False
         self._peak_live_bytes: int | None = None
         self._peak_reserved_bytes: int | None = None
-        self._used: tuple[str, ...] = ()
         #: Times are seconds since the placement.
         self._suspensions: tuple[Suspension, ...] = ()
         #: Peak bytes by the device's place in the placement and process id.
@@ -82,6 +81,8 @@ class ProcessRecord:
         self.cap_bytes: int | None = None
         #: Bytes of the context that the cap leaves free.
         self.context_bytes = 0
+        #: Frameworks that the process has used so far.
+        self.used_frameworks: tuple[str, ...] = ()
         #: Known contexts on its device, in bytes by framework.
         self.known_contexts: Mapping[str, int] = {}
         #: Bytes in the last reading of its devices; `None`: no reading yet.
@@ -172,7 +173,7 @@ class ProcessRecord:
         """Record the frameworks' counters. The body may reset their peaks, so the largest peak seen counts."""
         with self._lock:
             self._counted = True
-            self._used = frameworks
+            self.used_frameworks = frameworks
             live, reserved = counters.live_bytes, counters.reserved_bytes
             self._context.add_reserved(reserved, counters.peak_reserved_bytes, counters.freed_bytes)
             most_live, most_reserved = counters.peak_live_bytes, counters.peak_reserved_bytes
@@ -204,7 +205,7 @@ class ProcessRecord:
             self._context.seen_bytes = largest(self._context.seen_bytes, ended.context_bytes)
             self.steps = ended.steps or self.steps
             self._marks.add(*ended.marks)
-            self._used = ended.frameworks
+            self.used_frameworks = ended.frameworks
             self._metrics = tuple(ended.metrics.items())
             self._own_peak_bytes = ended.host_peak_bytes
             self.out_of_memory = ended.out_of_memory or self.out_of_memory
@@ -258,7 +259,7 @@ class ProcessRecord:
                 flow_run_id=run.flow_run_id,
                 pid=self.pid,
                 devices=self._placement.devices,
-                framework=",".join(frameworks or self._used) or "none",
+                framework=",".join(frameworks or self.used_frameworks) or "none",
                 attempt=number,
                 budget_bytes=min(self._placement.budget_bytes),
                 budget_source=budget_source,
@@ -321,7 +322,7 @@ class ProcessRecord:
     def _seen_steps(self) -> StepFacts | None:
         """Return the facts about the steps; with steady memory only if sampling sees it in all used frameworks."""
         steps = self.steps
-        if steps is None or SEEN_BY_LOOKING.issuperset(self._used):
+        if steps is None or SEEN_BY_LOOKING.issuperset(self.used_frameworks):
             return steps
         return replace(steps, steady_live_bytes=None)
 
@@ -356,7 +357,7 @@ class ProcessRecord:
 
     def _assumed_context_bytes(self) -> int:
         """Return the context on all devices together: the size left free by the cap, or else the known size."""
-        known = (self.known_contexts.get(name, 0) for name in self._used)
+        known = (self.known_contexts.get(name, 0) for name in self.used_frameworks)
         each = self.context_bytes or max(known, default=0)
         return each * len(self._placement.devices)
 

@@ -17,7 +17,6 @@ from typing import Any
 from typing_extensions import assert_never
 
 from prefect_gpu.broker.phases import IllegalTransition
-from prefect_gpu.broker.suspendable import AwaitsReturn, Lost, Resumed, Suspended
 from prefect_gpu.errors import ProtocolError
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
 from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted
@@ -86,6 +85,13 @@ class EndedForOthers:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The process is to be killed: the driver lost its state, or no device is left for it; `why` is text for people."""
+
+    why: str
+
+
 Failure = (
     Failed | OutOfMemory | Quit | Died | TimedOut | Cancelled | EndedForOthers | Lost | ChildRefused
 )
@@ -106,6 +112,27 @@ class Opened:
     """The value of an `OpenValue` was unpickled; otherwise `Failed` is sent."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The process was suspended at `at_s` (monotonic seconds)."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The process has run again since `at_s` (monotonic seconds)."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitsReturn:
+    """The suspended process waits to resume."""
+
+    reason: Reason
 
 
 ChildMessage = (

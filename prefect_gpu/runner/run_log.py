@@ -14,7 +14,6 @@ from itertools import accumulate
 
 from typing_extensions import assert_never
 
-from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.engine.task_engine import (
     LONGEST_LINE,
     CancelledByRunner,
@@ -145,7 +144,7 @@ def conclude(
         case process_run.Cancelled():
             ended = CancelledByRunner()
             return ended, Verdict("cancelled", first_line(ended))
-        case Lost(why):
+        case process_run.Lost(why):
             return ProcessLostError(why), Verdict("died", why)
         case process_run.EndedForOthers(where):
             why = f"ended for other first runs on {where}, which ran short of memory"

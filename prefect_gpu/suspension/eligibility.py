@@ -16,6 +16,9 @@ SHOWN_FRAMEWORKS = frozenset({"torch", "cupy", "tensorflow", "onnxruntime"})
 #: Kinds of devices whose memory the driver can move.
 MOVED_KINDS: frozenset[DeviceKind] = frozenset({"nvml"})
 
+#: Beginning of the text for people about a process that is not suspended; the reason follows.
+REFUSED = "not suspended: "
+
 #: Bytes of host memory that must stay free after a move.
 HOST_MARGIN_BYTES = GIB
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prefect_gpu.devices.simulated import SimulatedMemory
-from prefect_gpu.runner import attempt
-from prefect_gpu.suspension import eligibility, suspended
+from prefect_gpu.runner import attempt, suspender
+from prefect_gpu.suspension import eligibility
 from prefect_gpu.suspension.driver_calls import DriverCalls
 
 FAKE = Path(__file__).with_name("fake_driver.py")
@@ -55,7 +55,7 @@ def install(
 
     for module in (eligibility, attempt):
         replaced(module, "MOVED_KINDS", frozenset({"simulated"}))
-    replaced(suspended, "shared_calls", lambda: calls)
-    replaced(suspended, "refusal", judge)
+    replaced(suspender, "shared_calls", lambda: calls)
+    replaced(suspender, "refusal", judge)
     replaced(SimulatedMemory, "held_bytes", seen_bytes)
     return calls

@@ -18,7 +18,7 @@ import pytest
 from prefect import flow, task
 
 from prefect_gpu import GPUTaskRunner, gpu
-from prefect_gpu.suspension import suspended
+from prefect_gpu.runner import suspender
 from prefect_gpu.suspension.driver_calls import DriverCalls
 from tests.integration import bodies
 from tests.integration import engine_api as api
@@ -35,9 +35,9 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
     def use(*faults: str) -> None:
         made.append(DriverCalls([sys.executable, str(FAKE), str(tmp_path), *faults]))
-        monkeypatch.setattr(suspended, "shared_calls", lambda: made[-1])
-        monkeypatch.setattr(suspended, "refusal", lambda candidate: "")
-        monkeypatch.setattr(suspended, "lost_tasks", set)
+        monkeypatch.setattr(suspender, "shared_calls", lambda: made[-1])
+        monkeypatch.setattr(suspender, "refusal", lambda candidate: "")
+        monkeypatch.setattr(suspender, "lost_tasks", set)
 
     yield use
     for calls in made:

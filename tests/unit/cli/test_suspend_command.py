@@ -14,7 +14,7 @@ from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.phases import Phase
 from prefect_gpu.cli import suspend_command
 from prefect_gpu.cli.suspend_command import resume, suspend
-from prefect_gpu.suspension.suspended import REFUSED
+from prefect_gpu.suspension.eligibility import REFUSED
 from tests.unit.scheduling.values import request, reserved
 
 

@@ -52,7 +52,7 @@ from prefect_gpu.scheduling.model import (
     Reading,
     Request,
 )
-from prefect_gpu.suspension.suspended import REFUSED
+from prefect_gpu.suspension.eligibility import REFUSED
 from prefect_gpu.units import GIB
 from prefect_gpu.values import transport
 from prefect_gpu.values.transport import write_file

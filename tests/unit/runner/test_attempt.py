@@ -13,8 +13,7 @@ from uuid import UUID
 import pytest
 
 from prefect_gpu import values
-from prefect_gpu.broker import suspendable
-from prefect_gpu.broker.ticket import BY_HAND, Measured, Ticket
+from prefect_gpu.broker.ticket import Measured, Ticket
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.engine.task_run import ChildContext
@@ -47,17 +46,16 @@ from prefect_gpu.processes.messages import (
 )
 from prefect_gpu.reports.events import LEAKED, PLACED
 from prefect_gpu.reports.model import TaskReport
-from prefect_gpu.runner import attempt
+from prefect_gpu.runner import attempt, suspender
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.next_step import Ended
 from prefect_gpu.runner.process_run import Done
+from prefect_gpu.runner.suspender import lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
-from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.moves import ProcessLostError
-from prefect_gpu.suspension.suspended import lost_tasks
 from prefect_gpu.units import GIB
 from prefect_gpu.values import argument_files
 from tests.cases import cases
@@ -407,27 +405,10 @@ def test_real_devices_give_no_memory_on_request() -> None:
         memory.answer("simulated_allocate", {})
 
 
-def subject_of(scene: Scene) -> suspendable.SuspendableProcess:
+def suspender_of(scene: Scene) -> suspender.Suspender:
     assert scene.attempt._listener is not None
-    assert scene.attempt._listener._suspendable is not None
-    return scene.attempt._listener._suspendable
-
-
-@pytest.mark.parametrize(
-    ("suspended_for", "kind"),
-    [(BY_HAND, WaitKind.RESUME), ("task 'evaluate'", WaitKind.ROOM)],
-    ids=["by hand", "for another task"],
-)
-def test_a_suspended_process_tells_why_it_waits(suspended_for: str, kind: WaitKind) -> None:
-    told: list[object] = []
-    broker: Any = SimpleNamespace(show_suspension=lambda *_: None)
-    ticket: Any = SimpleNamespace(held_back_for=suspended_for)
-    process = suspendable.SuspendableProcess(
-        broker, ticket, "task-1a", told.append, told.append, told.append, told.append
-    )
-    process.tell("moving out", "moving to the host")
-    reason = Reason(kind, suspended_for=suspended_for, detail="moving to the host")
-    assert told == [suspendable.AwaitsReturn(reason)]
+    assert scene.attempt._listener.suspender is not None
+    return scene.attempt._listener.suspender
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,9 +427,9 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 
     def running() -> None:
         measure(5 * GIB)
-        subject = subject_of(scene)
-        subject.trim()
-        sizes.append(subject.candidate().used_bytes)
+        found = suspender_of(scene)
+        found._trim()
+        sizes.append(found._candidate().used_bytes)
 
     monkeypatch.setattr(scene.child, "answer", answer)
     monkeypatch.setattr(scene.broker, "refresh", lambda: measure(GIB))
@@ -462,7 +443,7 @@ def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.Monkey
 def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_comes: bool) -> None:
     body_ended, *value = ended(7)
     scene = Scene(when_killed=(body_ended, *(value if value_comes else ()), ChildExited(-9, "")))
-    scene.run.show_running = lambda: subject_of(scene).lost("the driver has lost it")
+    scene.run.show_running = lambda: suspender_of(scene)._lose("the driver has lost it")
     try:
         if value_comes:
             assert scene.go() == 7
@@ -473,12 +454,12 @@ def test_a_process_that_is_lost_after_its_body_has_ended_keeps_its_value(value_c
 
 
 def test_a_process_that_does_not_answer_is_not_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspendable, "RELEASE_S", 0.001)
-    monkeypatch.setattr(suspendable, "READING_S", 0.001)
+    monkeypatch.setattr(suspender, "RELEASE_S", 0.001)
+    monkeypatch.setattr(suspender, "READING_S", 0.001)
     scene, done = Scene(), []
 
     def running() -> None:
-        subject_of(scene).trim()
+        suspender_of(scene)._trim()
         done.append(len(scene.child.answers))
 
     scene.while_running(running, ended(1))
@@ -492,7 +473,7 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene.attempt.place()
     assert scene.attempt._listener is not None
     scene.attempt._listener.start(scene.child, None)  # type: ignore[arg-type]
-    subject_of(scene).trim()
+    suspender_of(scene)._trim()
     assert scene.child.answers == []
 
 

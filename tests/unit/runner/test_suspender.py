@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from prefect_gpu.broker.phases import Trigger
+from prefect_gpu.broker.ticket import BY_HAND, Measured
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.errors import CapacityError
 from prefect_gpu.measurements import Suspension
-from prefect_gpu.suspension import suspended
+from prefect_gpu.processes.messages import ReleasedUnused, ReleaseUnused
+from prefect_gpu.runner import suspender
+from prefect_gpu.runner.process_run import AwaitsReturn, Lost, Resumed, Suspended
+from prefect_gpu.runner.suspender import Suspender
+from prefect_gpu.scheduling.model import Device
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
 from prefect_gpu.suspension.driver_calls import DriverCallError
 from prefect_gpu.suspension.eligibility import HOST_MARGIN_BYTES, Candidate
-from prefect_gpu.suspension.suspended import Stage, Suspender
 from prefect_gpu.units import GIB
 
 
@@ -36,50 +44,64 @@ class FakeCalls:
         return 0
 
 
-class FakeSubject:
+def device(uuid: str) -> Device:
+    return Device(uuid, 0, "gpu", 80 * GIB, "nvml", "")
+
+
+class FakeProcess:
+    """The process and its broker; notes stages with their texts, and the messages to the engine's thread."""
+
+    kind = "nvml"
+    is_client = False
+    devices = device("GPU-1"), device("GPU-2")
+
     def __init__(self) -> None:
+        self.broker = self.call = self.plan = self.run = self.record = self
+        self.ticket = SimpleNamespace(
+            devices=[device("GPU-1")], held_back_for="another task", may_resume=self
+        )
+        self.task_key, self.started_s = "task-1a", 0.0
+        self.suspender: Suspender
         self.heard: list[Any] = []
+        self.said: list[str] = []
         self.changed = threading.Condition()
         self.free: int | None = 80 * GIB
         self.used = self.used_trimmed = 8 * GIB
-        self.frameworks: tuple[str, ...] = ("torch",)
-        self.pairs: Mapping[str, str] | None = None
+        self.used_frameworks: tuple[str, ...] = ("torch",)
+        self.may = True
+        self.say = self.said.append
+        self.add_suspension = self._hear
 
-    def candidate(self) -> Candidate:
-        return Candidate(
-            "nvml", ("GPU-1",), self.used, 1, self.frameworks, 8 * GIB + HOST_MARGIN_BYTES
-        )
+    def measure(self) -> None:
+        measured = Measured(self.used, {42: self.used})
+        self.suspender.take_measurement(time.monotonic(), [measured])
 
-    def trim(self) -> None:
+    def send(self, request: ReleaseUnused) -> None:
         self._hear("trimmed")
         self.used = self.used_trimmed
+        self.suspender.released.put(ReleasedUnused(request.until_s))
 
-    def free_bytes(self) -> int | None:
+    def refresh(self) -> None:
+        self.measure()
+
+    def free_bytes(self, device: Device) -> int | None:
         return self.free
 
-    def comes_back(self) -> bool:
-        self._hear("comes back")
-        return True
+    def get(self) -> bool:
+        """Answer whether it may resume."""
+        return self.may
 
     def _hear(self, what: Any) -> None:
         with self.changed:
             self.heard.append(what)
             self.changed.notify_all()
 
-    def onto(self) -> Mapping[str, str] | None:
-        return self.pairs
+    def show_suspension(self, ticket: Any, trigger: Trigger, text: str) -> None:
+        self._hear((trigger.value, text))
 
-    def tell(self, stage: Stage, text: str) -> None:
-        self._hear((stage, text))
-
-    def begun(self) -> None:
-        self._hear("begun")
-
-    def ended(self, suspension: Suspension | None) -> None:
-        self._hear(suspension)
-
-    def lost(self, why: str) -> None:
-        self._hear(f"lost: {why}")
+    def tell(self, message: Any) -> None:
+        if not isinstance(message, AwaitsReturn):
+            self._hear(message)
 
     def until(self, condition: Callable[[list[Any]], bool]) -> list[Any]:
         with self.changed:
@@ -87,7 +109,7 @@ class FakeSubject:
             return [*self.heard]
 
 
-def told(heard: list[Any], stage: Stage, text: str = "") -> bool:
+def told(heard: list[Any], stage: str, text: str = "") -> bool:
     """Return whether the last that was heard is a stage, with a text in its own."""
     last = heard[-1] if heard else None
     return isinstance(last, tuple) and last[0] == stage and text in last[1]
@@ -95,9 +117,11 @@ def told(heard: list[Any], stage: Stage, text: str = "") -> bool:
 
 class Scene:
     def __init__(self) -> None:
-        self.calls, self.subject = FakeCalls(), FakeSubject()
+        self.calls, self.subject = FakeCalls(), FakeProcess()
         calls: Any = self.calls
-        self.suspender = Suspender(42, self.subject, lambda: calls)
+        process: Any = self.subject
+        self.suspender = process.suspender = Suspender(42, process, lambda: calls)
+        process.measure()
 
     def suspend(self) -> list[Any]:
         self.suspender.ask(True)
@@ -106,26 +130,36 @@ class Scene:
 
 @pytest.fixture
 def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(suspended, "ROOM_S", 0.001)
+    monkeypatch.setattr(suspender, "ROOM_S", 0.001)
+    room = 8 * GIB + HOST_MARGIN_BYTES
+    monkeypatch.setattr(suspender, "read_host_available_bytes", lambda: room)
     return Scene()
 
 
 def test_it_is_moved_out_and_back(scene: Scene) -> None:
-    assert scene.suspend()[:3] == ["trimmed", ("moving out", "moving to the host"), "begun"]
+    trimmed, moving_out, begun, _ = scene.suspend()
+    assert (trimmed, moving_out) == ("trimmed", ("moving out", "moving to the host"))
+    assert isinstance(begun, Suspended)
     assert scene.suspender.away and scene.suspender.away_s is not None
     scene.suspender.ask(False)
-    *_, moving, suspension, state = scene.subject.until(lambda heard: told(heard, "running"))
-    assert (moving, state) == ("comes back", ("running", ""))
+    *_, moving, suspension, resumed, state = scene.subject.until(
+        lambda heard: told(heard, "running")
+    )
+    assert (moving, state) == (("moving in", "moving back"), ("running", ""))
+    assert isinstance(resumed, Resumed)
+    assert (suspension.reason, suspension.device) == ("another task", device("GPU-1").label)
     assert suspension.moved_bytes == 8 * GIB and suspension.seconds > 0
     assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
     assert not scene.suspender.away and scene.suspender.away_s is None
 
 
 def test_it_comes_back_on_another_device_by_pairs_of_uuids(scene: Scene) -> None:
-    scene.subject.pairs = {"GPU-1": "GPU-2", "GPU-2": "GPU-1"}
     scene.suspend()
+    scene.subject.ticket.devices = [device("GPU-2")]
     scene.suspender.ask(False)
     scene.subject.until(lambda heard: told(heard, "running"))
+    (said,) = scene.subject.said
+    assert said.startswith("Goes on, now on device 0, after ")
     assert scene.calls.words == ("GPU-1", "GPU-2", "GPU-2", "GPU-1")
 
 
@@ -134,7 +168,7 @@ def test_what_it_does_not_use_is_not_moved(scene: Scene) -> None:
     assert told(scene.suspend(), "away", "away: 1GiB in host memory")
     scene.subject.free = 2 * GIB
     scene.suspender.ask(False)
-    *_, suspension, _ = scene.subject.until(lambda heard: told(heard, "running"))
+    *_, suspension, _, _ = scene.subject.until(lambda heard: told(heard, "running"))
     assert suspension.moved_bytes == GIB
 
 
@@ -149,23 +183,26 @@ def test_it_is_not_touched_if_it_ends_while_it_is_trimmed(scene: Scene) -> None:
 @pytest.mark.parametrize("why", ["framework", "driver"])
 def test_what_is_refused_is_not_touched(scene: Scene, why: str) -> None:
     if why == "framework":
-        scene.subject.frameworks = ("numba",)
+        scene.subject.used_frameworks = ("numba",)
     else:
         scene.calls.old = "the NVIDIA driver is older than 570"
     scene.suspender.ask(True)
     (refused,) = scene.subject.until(bool)
     assert told([refused], "refused", "not suspended: ")
+    (said,) = scene.subject.said
+    assert said == f"N{refused[1][1:]}"
     assert not scene.calls.made
     # It can be asked for again.
-    scene.subject.frameworks, scene.calls.old = ("torch",), ""
+    scene.subject.used_frameworks, scene.calls.old = ("torch",), ""
     scene.suspend()
 
 
 def test_a_process_that_cannot_be_locked_goes_on(scene: Scene) -> None:
     scene.calls.fails["lock"] = 600
     scene.suspender.ask(True)
-    *_, none, state = scene.subject.until(lambda heard: told(heard, "refused"))
-    assert none is None and "not in time" in state[1]
+    *_, resumed, state = scene.subject.until(lambda heard: told(heard, "refused"))
+    assert isinstance(resumed, Resumed) and "not in time" in state[1]
+    assert not any(isinstance(each, Suspension) for each in scene.subject.heard)
     assert not scene.suspender.away
 
 
@@ -186,14 +223,16 @@ def test_it_waits_for_room_and_says_so_once(scene: Scene) -> None:
 def test_it_looks_again_where_the_answer_took_so_long_that_the_room_may_be_gone(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suspended, "OLD_S", -1.0)
+    monkeypatch.setattr(suspender, "OLD_S", -1.0)
     scene.suspend()
     free = [80 * GIB, 0, 0]
-    monkeypatch.setattr(scene.subject, "free_bytes", lambda: free.pop(0) if free else 80 * GIB)
+    monkeypatch.setattr(
+        scene.subject, "free_bytes", lambda device: free.pop(0) if free else 80 * GIB
+    )
     scene.suspender.ask(False)
     heard = scene.subject.until(lambda heard: told(heard, "running"))
     waits = [each for each in heard if told([each], "away", "others have taken")]
-    assert len(waits) == 1 and heard.count("comes back") == 2
+    assert len(waits) == 1 and heard.count(("moving in", "moving back")) == 2
     assert scene.calls.made.count("restore") == 1
 
 
@@ -204,11 +243,11 @@ def test_it_comes_back_where_no_thread_can_be_started(
         raise CapacityError("no thread can be started")
 
     with monkeypatch.context() as patched:
-        patched.setattr(suspended, "start_thread", refuse)
+        patched.setattr(suspender, "start_thread", refuse)
         scene.suspender.ask(True)
         assert told(scene.subject.heard, "refused", "no thread can be started")
     scene.suspend()
-    monkeypatch.setattr(suspended, "start_thread", refuse)
+    monkeypatch.setattr(suspender, "start_thread", refuse)
     scene.suspender.ask(False)
     scene.subject.until(lambda heard: told(heard, "running"))
 
@@ -236,7 +275,7 @@ def test_a_refusal_does_not_answer_what_is_asked_while_it_is_found(
             scene.suspender.ask(away)
         return problems.pop()
 
-    monkeypatch.setattr(suspended, "refusal", judge)
+    monkeypatch.setattr(suspender, "refusal", judge)
     assert not any(told([each], "refused") for each in scene.suspend())
 
 
@@ -248,7 +287,7 @@ def test_a_refusal_is_told_if_what_is_asked_while_it_is_found_is_withdrawn(
             scene.suspender.ask(away)
         return "not yet"
 
-    monkeypatch.setattr(suspended, "refusal", judge)
+    monkeypatch.setattr(suspender, "refusal", judge)
     scene.suspender.ask(True)
     scene.subject.until(lambda heard: told(heard, "refused", "not yet"))
 
@@ -269,8 +308,8 @@ def test_a_process_that_is_lost_is_given_up(scene: Scene) -> None:
     scene.calls.fails["restore"] = 2
     scene.suspend()
     scene.suspender.ask(False)
-    heard = scene.subject.until(lambda heard: str(heard[-1]).startswith("lost"))
-    assert "out of memory" in heard[-1]
+    lost = scene.subject.until(lambda heard: isinstance(heard[-1], Lost))[-1]
+    assert "out of memory" in lost.why
     made = [*scene.calls.made]
     scene.suspender.ask(True)
     assert scene.calls.made == made
@@ -285,4 +324,31 @@ def test_a_process_that_has_ended_is_not_lost(scene: Scene) -> None:
     scene.suspender.end()
     if thread is not None:
         thread.join(DEADLOCK_S)
-    assert not any(str(each).startswith("lost") for each in scene.subject.heard)
+    assert not any(isinstance(each, Lost) for each in scene.subject.heard)
+
+
+def test_it_is_not_restored_before_it_may_come_back(scene: Scene) -> None:
+    scene.suspend()
+    scene.subject.may = False
+    scene.suspender.ask(False)
+    scene.subject.until(lambda heard: told(heard, "moving in"))
+    assert "restore" not in scene.calls.made
+    scene.subject.may = True
+    scene.subject.until(lambda heard: told(heard, "running"))
+    assert scene.calls.made == ["lock", "checkpoint", "restore", "unlock"]
+
+
+@pytest.mark.parametrize(
+    ("suspended_for", "kind"),
+    [(BY_HAND, WaitKind.RESUME), ("task 'evaluate'", WaitKind.ROOM)],
+    ids=["by hand", "for another task"],
+)
+def test_a_suspended_process_tells_why_it_waits(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, suspended_for: str, kind: WaitKind
+) -> None:
+    messages: list[Any] = []
+    monkeypatch.setattr(scene.subject, "tell", messages.append)
+    scene.subject.ticket.held_back_for = suspended_for
+    scene.suspend()
+    reason = Reason(kind, suspended_for=suspended_for, detail="moving to the host")
+    assert messages[0] == AwaitsReturn(reason)

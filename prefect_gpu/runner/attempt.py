@@ -2,7 +2,8 @@
 
 `Attempt.place` waits for a device. `Attempt.run` starts the child process, reads the messages to the engine's thread,
 and carries out the actions of `process_run`. The report is made once the engine's thread is done and the device shows
-the memory as free. `scheduling` chooses devices, `next_step` the next step.
+the memory as free. `scheduling` chooses devices, `process_run` the
+next step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES
 from prefect_gpu.processes import mps
 from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launch_spec import Launcher, LaunchSpec
-from prefect_gpu.processes.messages import Asked, EventEmitted, LogEmitted, Prepare
+from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted, Prepare
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
@@ -41,9 +42,9 @@ from prefect_gpu.reports.model import BudgetSource, TaskReport, Verdict
 from prefect_gpu.runner import process_run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.next_step import Ended, Shortage
 from prefect_gpu.runner.process_listener import ProcessListener
 from prefect_gpu.runner.process_record import ProcessRecord
+from prefect_gpu.runner.process_run import Ended, Shortage
 from prefect_gpu.runner.run_log import conclude, ended_line, first_line, in_one_line, placed_line
 from prefect_gpu.runner.suspender import lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall
@@ -52,6 +53,7 @@ from prefect_gpu.scheduling.model import Device, Placement, Request
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.values.registrations import find_registered
+from prefect_gpu.values.transport import ReceivedValue
 
 #: Seconds between two readings of a framework's counters in the child. A reading takes microseconds, and did not slow
 #: a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
@@ -440,18 +442,16 @@ class Attempt:
     def _follow(self, listener: ProcessListener) -> process_run.Outcome:
         """Handle messages of the inbox until the outcome of the process is known; return the outcome."""
         run = process_run.ProcessRun(self._plan.timeout_s, self._policy.enforce == "kill")
-        opened: process_run.Opened | process_run.Failed | None = None
         deadline_s: float | None = None
         while True:
-            message, opened = opened or self._next(deadline_s), None
-            for action in run.handle(message):
+            for action in run.handle(self._next(deadline_s)):
                 match action:
                     case process_run.Finish(outcome):
                         return outcome
                     case process_run.SetDeadline(deadline_s):
                         pass
-                    case process_run.OpenValue():
-                        opened = self._open(action)
+                    case process_run.OpenValue(ended, data):
+                        return self._open(ended, data)
                     case process_run.Kill(bars_moves):
                         if bars_moves:
                             lost_tasks().add(self._plan.task_key)
@@ -478,17 +478,16 @@ class Attempt:
         except queues.Empty:
             return process_run.TimedOut()
 
-    def _open(self, arrived: process_run.OpenValue) -> process_run.Opened | process_run.Failed:
-        ended = arrived.ended
+    def _open(self, ended: BodyEnded, data: ReceivedValue) -> process_run.Outcome:
         try:
-            value = values.loads(arrived.data, "exception" if ended.raised else "return value")
+            value = values.loads(data, "exception" if ended.raised else "return value")
             if ended.changes is not None:
                 apply_changes(values.loads(ended.changes, "transaction"))
         except Exception as problem:  # noqa: BLE001 - process boundary: the task run raises it
             if ended.traceback:
                 problem.__cause__ = ChildTraceback(ended.traceback)
             return process_run.Failed(problem)
-        return process_run.Opened(value)
+        return process_run.outcome_of(ended, value)
 
     # After the end of the process.
 

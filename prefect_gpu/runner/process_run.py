@@ -1,27 +1,40 @@
-"""State machine of one child process: a message in, actions out. Pure.
+"""State machine of one child process (a message in, actions out), and the next step after its end. Pure.
 
 `ProcessRun` decides how a process ends, when it is killed, and the shown state of its task run. `attempt` reads
-messages and carries out actions. Text for an outcome is in `run_log`, the next step in `next_step`.
+messages and carries out actions. Text for an outcome is in `run_log`.
 
-    STARTING ──BodyBegan──▶ RUNNING ──BodyEnded──▶ SENDING ──ValueArrived──▶ OPENING ──Opened──▶ FINISHED
+    STARTING ──BodyBegan──▶ RUNNING ──BodyEnded──▶ SENDING ──ValueArrived──▶ FINISHED
         └──── TimedOut, Cancelled, … ──▶ KILLED, LOST ──Died──▶ FINISHED
+
+`next_step` chooses another process, or the task run's error, after a process without a value; `submission` carries that
+out. The budget after an out-of-memory is in `scheduling.ladder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from typing_extensions import assert_never
 
 from prefect_gpu.broker.phases import IllegalTransition
-from prefect_gpu.errors import ProtocolError
+from prefect_gpu.errors import (
+    NodeRefusedError,
+    PlacementError,
+    PlacementTimeoutError,
+    ProtocolError,
+)
+from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
 from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted
-from prefect_gpu.scheduling.ladder import Cause
-from prefect_gpu.scheduling.reasons import Reason
+from prefect_gpu.runner.budgets import Grant
+from prefect_gpu.scheduling import ladder
+from prefect_gpu.scheduling.ladder import Cause, Evidence, NextAttempt, OomHistory
+from prefect_gpu.scheduling.model import DeviceKind
+from prefect_gpu.scheduling.reasons import Reason, WaitKind
+from prefect_gpu.units import format_seconds
 from prefect_gpu.values.transport import ReceivedValue
 
 # Outcomes. An outcome decided by another module is that module's message. `traceback` is the child's, as text; `None`:
@@ -108,13 +121,6 @@ class BodyBegan:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """The value of an `OpenValue` was unpickled; otherwise `Failed` is sent."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Suspended:
     """The process was suspended at `at_s` (monotonic seconds)."""
 
@@ -139,7 +145,7 @@ ChildMessage = (
     BodyBegan | Asked | LogEmitted | EventEmitted | BodyEnded | ValueArrived | ChildRefused | Died
 )
 MachineMessage = Suspended | Resumed | AwaitsReturn | Lost | Cancelled | EndedForOthers
-RunMessage = ChildMessage | MachineMessage | Opened | Failed | OutOfMemory | TimedOut
+RunMessage = ChildMessage | MachineMessage | Failed | OutOfMemory | TimedOut
 
 # Actions.
 
@@ -179,7 +185,7 @@ class SetDeadline:
 
 @dataclass(frozen=True, slots=True)
 class OpenValue:
-    """Unpickle the value; the next message is `Opened` or `Failed`."""
+    """Unpickle the value; `outcome_of` is the outcome. No further message is handled."""
 
     ended: BodyEnded
     data: ReceivedValue
@@ -203,11 +209,10 @@ class Phase(Enum):
     STARTING = "no line of the body has run"
     RUNNING = "the body runs"
     SENDING = "the body has ended, and its value is on the way"
-    OPENING = "the value is there and is unpickled"
     KILLED = "it was killed, and its end is awaited"
     LOST = "it was killed since it was lost in a move; a value that is on the way counts"
     LOST_SENDING = "the same, and its body has ended"
-    FINISHED = "its outcome is known"
+    FINISHED = "its value is there, or its outcome is known"
 
 
 _SERVED = (Asked, LogEmitted, EventEmitted)
@@ -230,12 +235,11 @@ TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
     },
     Phase.SENDING: {
         **dict.fromkeys((*_SERVED, *_MOVED), Phase.SENDING),
-        ValueArrived: Phase.OPENING,
+        ValueArrived: Phase.FINISHED,
         **_KILLS,
         Lost: Phase.LOST_SENDING,
         **_ENDS,
     },
-    Phase.OPENING: {Opened: Phase.FINISHED, Failed: Phase.FINISHED},
     Phase.KILLED: {**dict.fromkeys((*_SERVED, Cancelled), Phase.KILLED), **_ENDS},
     Phase.LOST: {
         **dict.fromkeys(_SERVED, Phase.LOST),
@@ -245,7 +249,7 @@ TRANSITIONS: Mapping[Phase, Mapping[type[RunMessage], Phase]] = {
     },
     Phase.LOST_SENDING: {
         **dict.fromkeys(_SERVED, Phase.LOST_SENDING),
-        ValueArrived: Phase.OPENING,
+        ValueArrived: Phase.FINISHED,
         Cancelled: Phase.KILLED,
         **_ENDS,
     },
@@ -262,7 +266,6 @@ IGNORED: Mapping[Phase, frozenset[type[RunMessage]]] = {
     Phase.RUNNING: frozenset({ValueArrived}),
     # The value is about to arrive.
     Phase.SENDING: frozenset({EndedForOthers}),
-    Phase.OPENING: frozenset(),
     Phase.KILLED: _LATE | {BodyEnded, ValueArrived},
     Phase.LOST: _LATE | {ValueArrived},
     Phase.LOST_SENDING: _LATE,
@@ -319,13 +322,10 @@ class ProcessRun:
             case ValueArrived(data):
                 assert self._body_ended is not None
                 return [OpenValue(self._body_ended, data)]
-            case Opened(value):
-                assert self._body_ended is not None
-                return [Finish(_outcome(self._body_ended, value))]
             case Failed():
                 # The launcher kills the process if it has not ended.
                 self._decided = message
-                return [Finish(message)] if self.phase is Phase.FINISHED else []
+                return []
             case ChildRefused() | Died():
                 return [Finish(self._decided or message)]
             case Asked() | LogEmitted() | EventEmitted():
@@ -346,7 +346,7 @@ class ProcessRun:
         assert_never(message)
 
 
-def _outcome(ended: BodyEnded, value: Any) -> Outcome:
+def outcome_of(ended: BodyEnded, value: Any) -> Outcome:
     """Return the outcome of a body whose value has arrived."""
     if not ended.raised:
         return Done(value)
@@ -358,3 +358,144 @@ def _outcome(ended: BodyEnded, value: Any) -> Outcome:
     if ended.out_of_memory is not None:
         return OutOfMemory(error, ended.traceback)
     return Failed(error, ended.traceback)
+
+
+# The next step.
+
+#: Seconds until a new request after a node's refusal: readings come every 0.25 s.
+REFUSED_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a process that returned no value."""
+
+    outcome: Failure
+    #: Error of the task run if no other process follows.
+    error: BaseException
+    #: The error in one line, for the log.
+    said: str
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Facts about an out-of-memory, for the choice of the next budget."""
+
+    evidence: Evidence
+    #: Arguments of `ladder.next_attempt`.
+    capacity_bytes: int
+    whole_bytes: int
+    alike: bool
+    kind: DeviceKind
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Facts about a task run and its ended process, for the choice of the next step."""
+
+    policy: GPUPolicy
+    #: Budget increases, the ended process included.
+    climb: OomHistory
+    #: `None`: the process has not run out of memory.
+    memory: Memory | None
+    #: Seconds since the task run wants devices for this process.
+    since_s: float
+    #: Error of the out-of-memory before this process; `None`: none.
+    shortage: BaseException | None = None
+    #: The process ended with a CUDA fault as a client of MPS: names of the tasks beside it, one of which may have caused
+    #: the fault. `None`: it did not.
+    at_fault: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Facts about an out-of-memory, for the report of the process."""
+
+    cause: Cause
+    #: Bytes on one device that the process needed; `None`: unknown.
+    wanted_bytes: int | None
+    #: Budget of the next process; `None`: there is none.
+    rung: NextAttempt | None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Step: run the body in another process."""
+
+    grant: Grant
+    #: Logged on the task run.
+    warning: str
+    #: `None`: the process has not run out of memory.
+    shortage: Shortage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskAgain:
+    """Step after a node's refusal: request a device again after `REFUSED_S`, and show `reason` meanwhile."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Raise:
+    """Step: end the task run with an error."""
+
+    error: BaseException
+    #: Note added to the error; `None`: none.
+    note: str | None = None
+    #: As in `Retry`.
+    shortage: Shortage | None = None
+
+
+Step = Retry | AskAgain | Raise
+
+
+def next_step(ended: Ended, grant: Grant, history: History) -> Step:
+    """Return the step after an ended process, or after a request that was not placed (`ChildRefused`)."""
+    match ended.outcome:
+        case Lost(why):
+            # No process of this task is moved again: at most one loss for each move in progress.
+            return Retry(grant, f"The process was lost in a move: {why}; the body runs again")
+        case EndedForOthers():
+            return Retry(
+                replace(grant, histories={}, probe_fraction=0.0, alone_because="it was ended once"),
+                "Ended, since first runs beside it grow and its device runs short of memory; it runs again with "
+                "a device to itself",
+            )
+        case ChildRefused(NodeRefusedError() as error):
+            # The task run returns to its place in the queue; the node's state is known by the next reading.
+            limit_s = history.policy.wait_s
+            if limit_s is None or history.since_s < limit_s:
+                reason = Reason(WaitKind.OTHER_NODE, at=error.node, detail=error.problem)
+                return AskAgain(reason)
+            limit = format_seconds(limit_s)
+            return Raise(PlacementTimeoutError(f"gpu:wait={limit} is over: {error}"))
+        case ChildRefused(PlacementError() as error) if history.shortage is not None:
+            if not isinstance(error, PlacementTimeoutError):
+                # The error is the out-of-memory; the lack of a larger device is the note.
+                return Raise(history.shortage, str(error))
+        case Cancelled():
+            return Raise(ended.error)
+    if history.at_fault is not None:
+        beside = f" ({', '.join(history.at_fault)})" if history.at_fault else ""
+        return Retry(
+            replace(grant, outside_mps=True),
+            f"It ended with a CUDA fault as a client of MPS, where a fault of one ends all{beside}; it runs again, "
+            f"outside MPS ({ended.said})",
+        )
+    if history.memory is None:
+        return Raise(ended.error)
+    policy, climb, memory = history.policy, history.climb, history.memory
+    evidence, capacity = memory.evidence, memory.capacity_bytes
+    cause = ladder.classify(evidence)
+    rung = ladder.next_attempt(climb, cause, evidence, capacity, memory.whole_bytes, memory.alike)
+    # A probe that shared its device had less than its tag allows: `gpu:oom=fail` does not apply.
+    probed = evidence.shared_probe or climb.from_error
+    if isinstance(rung, str) or (policy.oom == "fail" and not probed):
+        note = ladder.last_words(cause, evidence, rung, capacity, memory.kind)
+        return Raise(ended.error, note, Shortage(cause, ladder.needed_bytes(evidence), None))
+    return Retry(
+        replace(grant, memory=rung.budget_bytes, histories={}, after_oom=True, probe_fraction=0.0),
+        f"Out of memory: {rung.reason} ({ended.said})",
+        Shortage(cause, ladder.needed_bytes(evidence), rung),
+    )

@@ -1,6 +1,6 @@
 """Text about processes: their log lines, the error and verdict of an outcome, and the summary of a flow run.
 
-`process_run` decides an outcome, `next_step` the next step. Lines about waiting task runs are in `engine`, the flow's
+`process_run` decides an outcome and the next step. Lines about waiting task runs are in `engine`, the flow's
 report with all processes in `reports`.
 """
 

@@ -36,7 +36,7 @@ from prefect_gpu.processes.launch_spec import ChildRefused, Launcher
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
-from prefect_gpu.runner import next_step as steps
+from prefect_gpu.runner import process_run as steps
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import BudgetBook, Grant
 from prefect_gpu.runner.process_run import Done

@@ -17,7 +17,6 @@ PURE = [
         for name in (
             "errors",
             "policy",
-            "runner/next_step",
             "runner/process_run",
             "units",
         )

@@ -9,7 +9,7 @@ import pytest
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError, PlacementTimeoutError
-from prefect_gpu.runner import next_step
+from prefect_gpu.runner import process_run
 from prefect_gpu.scheduling.reasons import Reason, sentence
 from prefect_gpu.units import GIB
 from tests.unit.runner.test_body_run import Full, Scene, own_cap
@@ -20,7 +20,7 @@ REFUSED = NodeRefusedError("a", "4GiB on any of 1 devices; most free 3GiB")
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_step, "REFUSED_S", 0.0)
+    monkeypatch.setattr(process_run, "REFUSED_S", 0.0)
 
 
 def test_a_task_that_was_refused_is_placed_again_with_the_same_number() -> None:

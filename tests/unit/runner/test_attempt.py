@@ -49,8 +49,7 @@ from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import attempt, suspender
 from prefect_gpu.runner.attempt import Attempt
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.next_step import Ended
-from prefect_gpu.runner.process_run import Done
+from prefect_gpu.runner.process_run import Done, Ended
 from prefect_gpu.runner.suspender import lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey

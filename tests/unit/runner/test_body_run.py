@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from prefect_gpu.broker.broker import NeedLearned
-from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.clock import DEADLOCK_S
 from prefect_gpu.engine.task_engine import CancelledByRunner
 from prefect_gpu.errors import NodeRefusedError, PlacementError
@@ -25,8 +24,7 @@ from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import TaskReport
 from prefect_gpu.runner import submission
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.runner.next_step import Ended, Shortage
-from prefect_gpu.runner.process_run import Cancelled, Done, EndedForOthers
+from prefect_gpu.runner.process_run import Cancelled, Done, Ended, EndedForOthers, Lost, Shortage
 from prefect_gpu.runner.process_run import OutOfMemory as OutOfMemoryEnd
 from prefect_gpu.runner.submission import BodyRun
 from prefect_gpu.runner.task_plan import TaskCall

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from prefect_gpu.broker.suspendable import Lost
 from prefect_gpu.errors import (
     NodeRefusedError,
     PlacementError,
@@ -16,10 +15,11 @@ from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused
 from prefect_gpu.runner import process_run as run
 from prefect_gpu.runner.budgets import Grant
-from prefect_gpu.runner.next_step import (
+from prefect_gpu.runner.process_run import (
     AskAgain,
     Ended,
     History,
+    Lost,
     Memory,
     Raise,
     Retry,

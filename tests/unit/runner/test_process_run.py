@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.broker.suspendable import AwaitsReturn, Lost, Resumed, Suspended
 from prefect_gpu.errors import BudgetExceededError, ProtocolError
 from prefect_gpu.frameworks import out_of_memory
 from prefect_gpu.processes.launch_spec import ChildExited, ChildRefused, ValueArrived
@@ -17,6 +16,7 @@ from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEm
 from prefect_gpu.runner.process_run import (
     IGNORED,
     TRANSITIONS,
+    AwaitsReturn,
     BodyBegan,
     Cancelled,
     Died,
@@ -26,18 +26,21 @@ from prefect_gpu.runner.process_run import (
     Finish,
     IllegalTransition,
     Kill,
-    Opened,
+    Lost,
     OpenValue,
     OutOfMemory,
     Phase,
     ProcessRun,
     Quit,
+    Resumed,
     RunMessage,
     SetDeadline,
     ShowAwaiting,
     ShowRunning,
+    Suspended,
     TimedOut,
     Warn,
+    outcome_of,
 )
 
 OVER = OutOfMemory(BudgetExceededError("task", 6, 8))
@@ -45,6 +48,7 @@ DEATH = Died(ChildExited(-9, ""), "unknown")
 BROKEN = Failed(ProtocolError("no message"))
 ENDED = BodyEnded(False)
 VALUE = ValueArrived(b"")
+COMES = OpenValue(ENDED, b"")
 LOG, EVENT, QUESTION = LogEmitted({}), EventEmitted("{}"), Asked("attribute", {})
 
 #: One message of each kind.
@@ -58,7 +62,6 @@ MESSAGES: dict[str, RunMessage] = {
     "began": BodyBegan(0.0),
     "ended": ENDED,
     "value": VALUE,
-    "opened": Opened(7),
     "failed": BROKEN,
     "over": OVER,
     "timeout": TimedOut(),
@@ -74,7 +77,6 @@ PATHS: dict[Phase, list[RunMessage]] = {
     Phase.STARTING: [],
     Phase.RUNNING: [BodyBegan(0.0)],
     Phase.SENDING: [BodyBegan(0.0), ENDED],
-    Phase.OPENING: [BodyBegan(0.0), ENDED, VALUE],
     Phase.KILLED: [Cancelled()],
     Phase.LOST: [Lost("gone")],
     Phase.LOST_SENDING: [Lost("gone"), ENDED],
@@ -82,19 +84,18 @@ PATHS: dict[Phase, list[RunMessage]] = {
 }
 
 STAYS, ILLEGAL, IGNORES = "=", "!", "."
-#: The next phase by its first letters (LS: LOST_SENDING).
+#: The next phase by its first letters (LS: LOST_SENDING, V: FINISHED with a value).
 TABLE = """
-             log event asked suspended resumed awaits began ended value opened failed over timeout cancelled others lost refused died
-STARTING     =   =     =     =         =       =      R     S     .     !      K      K    !       K         K      L    F       F
-RUNNING      =   =     =     =         =       =      !     S     .     !      K      K    K       K         K      L    F       F
-SENDING      =   =     =     =         =       =      !     !     O     !      K      K    !       K         .      LS   F       F
-OPENING      !   !     !     !         !       !      !     !     !     F      F      !    !       !         !      !    !       !
-KILLED       =   =     =     .         .       .      .     .     .     !      .      .    !       =         .      .    F       F
-LOST         =   =     =     .         .       .      .     LS    .     !      .      .    !       K         .      .    F       F
-LOST_SENDING =   =     =     .         .       .      .     !     O     !      .      .    !       K         .      .    F       F
-FINISHED     !   !     !     !         !       !      !     !     !     !      !      !    !       !         !      !    !       !
+             log event asked suspended resumed awaits began ended value failed over timeout cancelled others lost refused died
+STARTING     =   =     =     =         =       =      R     S     .     K      K    !       K         K      L    F       F
+RUNNING      =   =     =     =         =       =      !     S     .     K      K    K       K         K      L    F       F
+SENDING      =   =     =     =         =       =      !     !     V     K      K    !       K         .      LS   F       F
+KILLED       =   =     =     .         .       .      .     .     .     .      .    !       =         .      .    F       F
+LOST         =   =     =     .         .       .      .     LS    .     .      .    !       K         .      .    F       F
+LOST_SENDING =   =     =     .         .       .      .     !     V     .      .    !       K         .      .    F       F
+FINISHED     !   !     !     !         !       !      !     !     !     !      !    !       !         !      !    !       !
 """
-LETTERS = {"R": Phase.RUNNING, "S": Phase.SENDING, "O": Phase.OPENING, "K": Phase.KILLED}
+LETTERS = {"R": Phase.RUNNING, "S": Phase.SENDING, "V": Phase.FINISHED, "K": Phase.KILLED}
 LETTERS |= {"L": Phase.LOST, "LS": Phase.LOST_SENDING, "F": Phase.FINISHED}
 NAMES, *ROWS = (line.split() for line in TABLE.strip().splitlines())
 CELLS = [
@@ -122,6 +123,7 @@ def test_each_pair_of_phase_and_message_is_in_the_table(phase: Phase, name: str,
         actions = run.handle(message)
         finishes = [action for action in actions if isinstance(action, Finish)]
         assert bool(finishes) is (cell == "F")
+        assert any(isinstance(action, OpenValue) for action in actions) is (cell == "V")
     assert run.phase is LETTERS.get(cell, phase)
 
 
@@ -137,8 +139,7 @@ def test_the_table_has_no_pair_twice_and_no_other_message() -> None:
     [
         pytest.param([DEATH], DEATH, id="a process that ends by itself has died"),
         pytest.param([ENDED, DEATH], DEATH, id="also while it sends its value"),
-        pytest.param([ENDED, VALUE, Opened(7)], Done(7), id="the body of a call that returns at once"),
-        pytest.param([ENDED, VALUE, BROKEN], BROKEN, id="a value that cannot be read"),
+        pytest.param([ENDED, VALUE], COMES, id="the body of a call that returns at once"),
         pytest.param([BROKEN, DEATH], BROKEN, id="bytes that are no message"),
         pytest.param([Cancelled(), ENDED, VALUE, DEATH], Cancelled(), id="a value after the kill"),
         pytest.param([EndedForOthers("0"), DEATH], EndedForOthers("0"), id="ended for others"),
@@ -150,10 +151,10 @@ def test_the_table_has_no_pair_twice_and_no_other_message() -> None:
         pytest.param([Lost("gone"), DEATH], Lost("gone"), id="lost"),
         pytest.param([Lost("gone"), ENDED, DEATH], Lost("gone"), id="lost, and its value with it"),
         pytest.param([ENDED, Lost("gone"), DEATH], Lost("gone"), id="lost while it sent its value"),
-        pytest.param([Lost("gone"), ENDED, VALUE, Opened(7)], Done(7), id="lost after its body had ended"),
-        pytest.param([ENDED, Lost("gone"), VALUE, Opened(7)], Done(7), id="lost before its value had come"),
+        pytest.param([Lost("gone"), ENDED, VALUE], COMES, id="lost after its body had ended"),
+        pytest.param([ENDED, Lost("gone"), VALUE], COMES, id="lost before its value had come"),
         pytest.param([Lost("gone"), Cancelled(), DEATH], Cancelled(), id="lost, then cancelled"),
-        pytest.param([ENDED, EndedForOthers("0"), VALUE, Opened(7)], Done(7), id="a value that is about to come"),
+        pytest.param([ENDED, EndedForOthers("0"), VALUE], COMES, id="a value that is about to come"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("began", [True, False])
@@ -162,22 +163,17 @@ def test_how_a_process_ended(messages: list[RunMessage], outcome: object, began:
     done = [action for message in messages for action in run.handle(message)]
     if outcome == Lost("gone"):
         assert Kill(bars_moves=True) in done
-    assert done[-1] == Finish(outcome)  # type: ignore[arg-type]
+    assert done[-1] == (outcome if outcome is COMES else Finish(outcome))  # type: ignore[arg-type]
 
 
 def opened(value: object, **said: Any) -> object:
     """Return the outcome of a body that has raised a value."""
-    run = ProcessRun(None, True)
-    data = ValueArrived(b"")
-    for message in (BodyEnded(True, traceback="tb", **said), data):
-        run.handle(message)
-    (finish,) = run.handle(Opened(value))
-    assert isinstance(finish, Finish)
-    return finish.outcome
+    return outcome_of(BodyEnded(True, traceback="tb", **said), value)
 
 
 def test_what_a_body_has_raised_decides_the_outcome() -> None:
     error, leave = ValueError("no"), SystemExit(3)
+    assert outcome_of(ENDED, 7) == Done(7)
     assert opened(error) == Failed(error, "tb")
     shortage = out_of_memory.OutOfMemory("torch")
     assert opened(error, out_of_memory=shortage) == OutOfMemory(error, "tb")
@@ -261,12 +257,12 @@ def histories(draw: st.DrawFn) -> list[RunMessage]:
     return [*said, DEATH]
 
 
-@given(histories(), st.booleans(), st.booleans(), st.data())
+@given(histories(), st.booleans(), st.data())
 def test_any_order_of_messages_ends_in_one_outcome(
-    history: list[RunMessage], enforces: bool, readable: bool, data: st.DataObject
+    history: list[RunMessage], enforces: bool, data: st.DataObject
 ) -> None:
     run, inbox = ProcessRun(10.0, enforces), list(history)
-    finished: list[Finish] = []
+    finished: list[Finish | OpenValue] = []
     deadline, suspended, killed = None, False, False
     while not finished:
         message: RunMessage = inbox.pop(0)
@@ -279,20 +275,18 @@ def test_any_order_of_messages_ends_in_one_outcome(
             match action:
                 case SetDeadline(at_s):
                     deadline = at_s
-                case OpenValue():
-                    inbox.insert(0, Opened(7) if readable else BROKEN)
                 case Kill():
                     killed = True
                 case ShowRunning() | ShowAwaiting():
                     assert not killed
-                case Finish():
+                case Finish() | OpenValue():
                     finished.append(action)
         assert deadline is None or (run.phase is Phase.RUNNING and not suspended)
     assert len(finished) == 1
     before_value = history[: history.index(VALUE)] if VALUE in history else history
     if Cancelled() in before_value:
-        assert finished[0].outcome == Cancelled()
+        assert finished == [Finish(Cancelled())]
     elif VALUE not in history:
-        assert not isinstance(finished[0].outcome, Done)
+        assert isinstance(finished[0], Finish)
     with pytest.raises(IllegalTransition):
         run.handle(data.draw(st.sampled_from(list(MESSAGES.values()))))

@@ -219,7 +219,6 @@ class NodeAgent:
         #: `sys.path` of the node itself, used after the flow's.
         self._own_paths = import_paths()
         self._follow(settings.cwd, settings.sys_path)
-        self._closing = False
         problem = ""
         try:
             self._reader: DeviceReader | None = self._open(settings, visible)
@@ -347,7 +346,10 @@ class NodeAgent:
                     self._standbys.expect(command)
                 case wire.EndAll():
                     self._shared.clear()
-                    self._end_all()
+                    with self._changed:
+                        every = tuple(self._hosted.values())
+                    for hosted in every:
+                        hosted.kill()
                 case wire.ShareFiles():
                     self._shares = True
                 case wire.Release(child):
@@ -355,29 +357,17 @@ class NodeAgent:
                 case wire.Launch(child):
                     self._take_launch(child, command)
                 case wire.Kill(child):
-                    with self._changed:
-                        hosted = self._hosted.get(child)
-                    if hosted is not None:
-                        hosted.kill()
+                    if (found := self._find(child)) is not None:
+                        found.kill()
                 case wire.Send(child, message):
-                    with self._changed:
-                        hosted = self._hosted.get(child)
-                    if hosted is not None and hosted.handle is not None:
-                        hosted.handle.answer(message)
+                    if (found := self._find(child)) is not None and found.handle is not None:
+                        found.handle.answer(message)
                 case _:
                     assert_never(command)
 
-    def close(self) -> None:
-        """End all processes."""
+    def _find(self, child: str) -> _Hosted | None:
         with self._changed:
-            self._closing = True
-        self._end_all()
-
-    def _end_all(self) -> None:
-        with self._changed:
-            hosted = tuple(self._hosted.values())
-        for each in hosted:
-            each.kill()
+            return self._hosted.get(child)
 
     def _take_launch(self, child: str, launch: wire.Launch) -> None:
         hosted = _Hosted(launch)
@@ -393,8 +383,8 @@ class NodeAgent:
         launch, hosted.launch = hosted.launch, None
         assert launch is not None
         try:
-            if self._broker is None or self._closing:
-                raise NodeRefusedError(self._name, "it has no devices, or is ending")
+            if self._broker is None:
+                raise NodeRefusedError(self._name, "it has no devices")
             hosted.ticket = ticket = self._confirm(launch)
             try:
                 self._start(hosted, child, launch, ticket)

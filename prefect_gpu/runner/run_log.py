@@ -31,7 +31,7 @@ from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.task_plan import TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Device, Placement
-from prefect_gpu.suspension.moves import ProcessLostError
+from prefect_gpu.suspension.driver_calls import ProcessLostError
 from prefect_gpu.units import format_bytes, format_seconds
 
 #: Most lines of a summary on tasks, devices and tags: 12 with the first line and the counts of omitted lines.

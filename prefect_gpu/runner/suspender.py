@@ -26,9 +26,14 @@ from prefect_gpu.process_resources import PROCESS_RESOURCES, start_thread
 from prefect_gpu.processes.messages import ReleasedUnused, ReleaseUnused
 from prefect_gpu.runner.process_run import AwaitsReturn, Lost, Resumed, Suspended
 from prefect_gpu.scheduling.reasons import Reason, WaitKind
-from prefect_gpu.suspension.driver_calls import DriverCalls
+from prefect_gpu.suspension.driver_calls import (
+    DriverCalls,
+    NotSuspendedError,
+    ProcessLostError,
+    move_in,
+    move_out,
+)
 from prefect_gpu.suspension.eligibility import REFUSED, Candidate, refusal
-from prefect_gpu.suspension.moves import NotSuspendedError, ProcessLostError, move_in, move_out
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:

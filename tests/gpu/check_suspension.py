@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 import pynvml
 
-from prefect_gpu.suspension.driver_calls import DriverCalls
-from prefect_gpu.suspension.moves import move_in, move_out
+from prefect_gpu.suspension.driver_calls import DriverCalls, move_in, move_out
 from tests.gpu._checks import MIB, installed, say, table
 from tests.gpu.suspension_bodies import BODIES, ON_TWO
 

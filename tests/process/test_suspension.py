@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from prefect_gpu.suspension import driver_process, moves
-from prefect_gpu.suspension.driver_calls import DriverCallError, DriverCalls
-from prefect_gpu.suspension.moves import NotSuspendedError, ProcessLostError, move_in, move_out
+from prefect_gpu.suspension import driver_calls, driver_process
+from prefect_gpu.suspension.driver_calls import (
+    DriverCallError,
+    DriverCalls,
+    NotSuspendedError,
+    ProcessLostError,
+    move_in,
+    move_out,
+)
 from tests.process.rig import eventually
 
 FAKE = Path(__file__).parents[1] / "fakes" / "fake_driver.py"
@@ -94,7 +100,7 @@ def test_a_move_that_hangs_loses_the_process(
 ) -> None:
     one = scene(f"{step}=hang")
     assert not one.calls.unsupported()
-    monkeypatch.setattr(moves, "move_deadline_s", lambda used_bytes: 0.5)
+    monkeypatch.setattr(driver_calls, "move_deadline_s", lambda used_bytes: 0.5)
     with pytest.raises(ProcessLostError, match=r"no answer after 0\.5s"):
         there_and_back(one)
 

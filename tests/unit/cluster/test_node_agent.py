@@ -32,7 +32,7 @@ from prefect_gpu.cluster.flow_side import (
     RemoteHandle,
 )
 from prefect_gpu.cluster.node_agent import NodeAgent, NodeSettings, NodeStandbys, is_alike
-from prefect_gpu.cluster.wire import Expect, NodeFacts, OpenFile, SharedResult, can_share
+from prefect_gpu.cluster.wire import EndAll, Expect, NodeFacts, OpenFile, SharedResult, can_share
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.errors import NodeRefusedError
 from prefect_gpu.processes.launch_spec import (
@@ -143,7 +143,7 @@ class Scene:
     def close(self) -> None:
         self._closing.set()
         self._thread.join()
-        self.agent.close()
+        self.agent.tell([EndAll()])
         assert self.agent._broker is not None
         self.agent._broker._sampler.stop()
 
@@ -345,14 +345,14 @@ def test_a_process_that_is_killed_before_it_is_confirmed_is_not_started(
     wait_until(lambda: scene.held() == [])
 
 
-def test_a_process_is_killed_by_the_flow_and_by_the_end_of_the_agent(scene: Scene) -> None:
+def test_a_process_is_killed_by_the_flow_and_where_all_are_ended(scene: Scene) -> None:
     _, handle = scene.launch(2)
     one = scene.next_child().begin()
     handle.kill()
     assert one.killed.wait(DEADLOCK_S)
     scene.launch(2)
     two = scene.next_child().begin()
-    scene.agent.close()
+    scene.agent.tell([EndAll()])
     assert two.killed.is_set()
 
 

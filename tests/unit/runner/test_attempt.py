@@ -54,7 +54,7 @@ from prefect_gpu.runner.suspender import lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.model import Placement, Request
-from prefect_gpu.suspension.moves import ProcessLostError
+from prefect_gpu.suspension.driver_calls import ProcessLostError
 from prefect_gpu.units import GIB
 from prefect_gpu.values import argument_files
 from tests.cases import cases

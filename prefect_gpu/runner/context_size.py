@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect_gpu import values
@@ -42,6 +42,101 @@ CANCELLED_S = 0.2
 
 #: Seconds to wait for a reading that shows the calibrated process.
 READING_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Calibration:
+    """Measures contexts within the reservation of a placed task; see `ContextMeter.contexts`."""
+
+    policy: FrameworkPolicy
+    broker: Broker
+    ticket: Ticket
+    cancelled: Callable[[], bool]
+
+    def measure(self, framework: str, launcher: launch_spec.Launcher) -> int:
+        """Return a framework's context: the memory of a child process on the device, less that of its allocator."""
+        ticket = self.ticket
+        alone = replace(
+            self.policy,
+            device_uuids=self.policy.device_uuids[:1],
+            total_bytes=self.policy.total_bytes[:1],
+            budget_bytes=self.policy.budget_bytes[:1],
+            allocation="growth",
+            allocator_options={},
+            caching=True,
+            frameworks=(framework,),
+        )
+        # Imported here: most processes measure no context.
+        from prefect_gpu.child.main import calibrate
+
+        allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
+        messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
+        handle = launcher.start(
+            launch_spec.LaunchSpec(
+                task_name=f"calibrate-{framework}",
+                environment=child_environment(alone, registry.adapters_for(alone), os.environ),
+                prepare=Prepare(alone, allocation, 1.0),
+                call=values.dumps(Call(calibrate, (framework,), {}), "call", "call"),
+                argv=tuple(sys.argv),
+                sys_path=import_paths(),
+                placement=ticket.placement,
+            ),
+            messages.put,
+        )
+        shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
+        before = ticket.on_measured
+        ticket.on_measured = lambda at_s, found: shown.put((at_s, found[0].total_bytes))
+        try:
+            reserved = self._hear(messages)
+            return max(0, self._read(shown) - reserved)
+        finally:
+            handle.kill()
+            try:
+                ended = launch_spec.ChildExited, launch_spec.ChildRefused
+                while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
+                    pass
+            finally:
+                # In this order: the task's listener must not count the calibration as the task's process.
+                ticket.pid = None
+                ticket.on_measured = before
+
+    def _read(self, shown: queues.SimpleQueue[tuple[float, int]]) -> int:
+        """Return the bytes in the first reading of the process; `TimeoutError` without one (WSL, containers)."""
+        asked = time.monotonic()
+        self.broker.refresh()
+        try:
+            while True:
+                left_s = asked + READING_S - time.monotonic()
+                at_s, process_bytes = shown.get(timeout=max(0.0, left_s))
+                if at_s >= asked and process_bytes:
+                    return process_bytes
+        except queues.Empty:
+            raise TimeoutError("the device shows no memory for the calibrated process") from None
+
+    def _hear(self, messages: queues.SimpleQueue[Any]) -> int:
+        """Return the bytes that the framework's allocator holds, as the child reports."""
+        deadline = time.monotonic() + CALIBRATION_S
+        while True:
+            try:
+                message = messages.get(timeout=CANCELLED_S)
+            except queues.Empty:
+                if self.cancelled() or time.monotonic() > deadline:
+                    raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
+                continue
+            match message:
+                case launch_spec.ChildStarted(pid):
+                    self.broker.attach(self.ticket, pid)
+                case Asked(_, arguments):
+                    # No answer: the child holds its device until it is killed.
+                    return int(arguments["reserved_bytes"])
+                case launch_spec.ValueArrived(data):
+                    raise values.loads(data, "exception")
+                case launch_spec.ChildRefused(error):
+                    messages.put(message)
+                    raise error
+                case launch_spec.ChildExited(code, stderr_tail):
+                    messages.put(message)
+                    raise RuntimeError(f"it ended with {code}: {stderr_tail[-500:]}")
 
 
 class ContextMeter:
@@ -85,10 +180,11 @@ class ContextMeter:
             for name in frameworks
             if self._store.get(known_contexts.context_key(name, device)) is None
         ]
-        measured = {
-            name: self._measure(name, device, policy, broker, ticket, cancelled) for name in missing
+        calibration = _Calibration(policy, broker, ticket, cancelled)
+        contexts = {
+            **known,
+            **{name: self._measure(name, device, calibration) for name in missing},
         }
-        contexts = {**known, **measured}
         if len(ticket.placement.devices) > 1:
             # Only the first run shows whether the task uses NCCL.
             least = min(policy.budget_bytes)
@@ -100,30 +196,22 @@ class ContextMeter:
 
     def known(self, device: Device) -> dict[str, int]:
         """Return each framework's context in bytes on a device: the known size, or else a documented one."""
-        contexts: dict[str, int] = {}
-        for name in registry.ADAPTERS:
-            measured = self._store.get(known_contexts.context_key(name, device))
-            contexts[name] = (
-                known_contexts.FALLBACK_CONTEXT_BYTES[name] if measured is None else measured
-            )
-        return contexts
+        found = {
+            n: self._store.get(known_contexts.context_key(n, device)) for n in registry.ADAPTERS
+        }
+        documented = known_contexts.FALLBACK_CONTEXT_BYTES
+        return {n: documented[n] if size is None else size for n, size in found.items()}
 
-    def _measure(
-        self,
-        framework: str,
-        device: Device,
-        policy: FrameworkPolicy,
-        broker: Broker,
-        ticket: Ticket,
-        cancelled: Callable[[], bool],
-    ) -> int:
+    def _measure(self, framework: str, device: Device, calibration: _Calibration) -> int:
         """Return a framework's context in bytes from a calibration, or else a documented size."""
         key = known_contexts.context_key(framework, device)
+        documented = known_contexts.FALLBACK_CONTEXT_BYTES[framework]
+        cancelled = calibration.cancelled
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         while not lock.acquire(timeout=CANCELLED_S):
             if cancelled():
-                return known_contexts.FALLBACK_CONTEXT_BYTES[framework]
+                return documented
         try:
             # Another task may have measured it meanwhile.
             size = self._store.get(key)
@@ -131,123 +219,23 @@ class ContextMeter:
                 size = self._assumed.get(key)
             if size is not None:
                 return size
+            if cancelled():
+                return documented
             try:
-                if cancelled():
-                    return known_contexts.FALLBACK_CONTEXT_BYTES[framework]
-                size = self._calibrate(framework, policy, broker, ticket, cancelled)
+                size = calibration.measure(framework, self._launcher)
             except Exception as error:  # noqa: BLE001 - a figure is assumed instead
-                size = known_contexts.FALLBACK_CONTEXT_BYTES[framework]
-                if cancelled():
-                    return size
-                if isinstance(error, TimeoutError):
-                    self._assumed[key] = size
-                where, assumed = f"{framework} on {device.name}", format_bytes(size)
-                text = "the context of %s could not be measured (%s); %s is assumed"
-                logger.warning(text, where, error, assumed)
-                return size
+                if not cancelled():
+                    if isinstance(error, TimeoutError):
+                        self._assumed[key] = documented
+                    where, assumed = f"{framework} on {device.name}", format_bytes(documented)
+                    text = "the context of %s could not be measured (%s); %s is assumed"
+                    logger.warning(text, where, error, assumed)
+                return documented
             self._store.put(key, size)
             logger.info("context of %s on %s: %s", framework, device.name, format_bytes(size))
             return size
         finally:
             lock.release()
-
-    def _calibrate(
-        self,
-        framework: str,
-        policy: FrameworkPolicy,
-        broker: Broker,
-        ticket: Ticket,
-        cancelled: Callable[[], bool],
-    ) -> int:
-        """Return a framework's context: the memory of a child process on the device, less that of its allocator."""
-        alone = replace(
-            policy,
-            device_uuids=policy.device_uuids[:1],
-            total_bytes=policy.total_bytes[:1],
-            budget_bytes=policy.budget_bytes[:1],
-            allocation="growth",
-            allocator_options={},
-            caching=True,
-            frameworks=(framework,),
-        )
-        # Imported here: most processes measure no context.
-        from prefect_gpu.child.main import calibrate
-
-        allocation = Allocation(alone.budget_bytes[0], None, 1, alone.device_uuids, (framework,))
-        messages: queues.SimpleQueue[Any] = queues.SimpleQueue()
-        handle = self._launcher.start(
-            launch_spec.LaunchSpec(
-                task_name=f"calibrate-{framework}",
-                environment=child_environment(alone, registry.adapters_for(alone), os.environ),
-                prepare=Prepare(alone, allocation, 1.0),
-                call=values.dumps(Call(calibrate, (framework,), {}), "call", "call"),
-                argv=tuple(sys.argv),
-                sys_path=import_paths(),
-                placement=ticket.placement,
-            ),
-            messages.put,
-        )
-        shown: queues.SimpleQueue[tuple[float, int]] = queues.SimpleQueue()
-        before = ticket.on_measured
-        ticket.on_measured = lambda at_s, found: shown.put((at_s, found[0].total_bytes))
-        try:
-            reserved = self._hear(messages, broker, ticket, cancelled)
-            return max(0, self._read(shown, broker) - reserved)
-        finally:
-            handle.kill()
-            try:
-                ended = launch_spec.ChildExited, launch_spec.ChildRefused
-                while not isinstance(messages.get(timeout=CALIBRATION_S), ended):
-                    pass
-            finally:
-                # In this order: the task's listener must not count the calibration as the task's process.
-                ticket.pid = None
-                ticket.on_measured = before
-
-    @staticmethod
-    def _read(shown: queues.SimpleQueue[tuple[float, int]], broker: Broker) -> int:
-        """Return the bytes in the first reading of the process; `TimeoutError` without one (WSL, containers)."""
-        asked = time.monotonic()
-        broker.refresh()
-        try:
-            while True:
-                left_s = asked + READING_S - time.monotonic()
-                at_s, process_bytes = shown.get(timeout=max(0.0, left_s))
-                if at_s >= asked and process_bytes:
-                    return process_bytes
-        except queues.Empty:
-            raise TimeoutError("the device shows no memory for the calibrated process") from None
-
-    @staticmethod
-    def _hear(
-        messages: queues.SimpleQueue[Any],
-        broker: Broker,
-        ticket: Ticket,
-        cancelled: Callable[[], bool],
-    ) -> int:
-        """Return the bytes that the framework's allocator holds, as the child reports."""
-        deadline = time.monotonic() + CALIBRATION_S
-        while True:
-            try:
-                message = messages.get(timeout=CANCELLED_S)
-            except queues.Empty:
-                if cancelled() or time.monotonic() > deadline:
-                    raise TimeoutError(f"it took longer than {CALIBRATION_S:g}s") from None
-                continue
-            match message:
-                case launch_spec.ChildStarted(pid):
-                    broker.attach(ticket, pid)
-                case Asked(_, arguments):
-                    # No answer: the child holds its device until it is killed.
-                    return int(arguments["reserved_bytes"])
-                case launch_spec.ValueArrived(data):
-                    raise values.loads(data, "exception")
-                case launch_spec.ChildRefused(error):
-                    messages.put(message)
-                    raise error
-                case launch_spec.ChildExited(code, stderr_tail):
-                    messages.put(message)
-                    raise RuntimeError(f"it ended with {code}: {stderr_tail[-500:]}")
 
 
 def context_meter(launcher: launch_spec.Launcher | None = None) -> ContextMeter:

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefect import Task
 
@@ -67,7 +67,7 @@ WORDS_LIMIT = 120
 #: Most characters of `HistoryKey.learn_by_lines`, those of a value in an artifact's metadata.
 LINES_LIMIT = 500
 
-#: Values accepted by `digest_values`, for messages.
+#: Values accepted by `read_learn_by`, for messages.
 ACCEPTED = (
     f"numbers, text, True, False, None, enums, paths, and tuples or lists of these, at most {DEPTH_LIMIT} deep; give "
     f"what memory depends on a parameter of its own, as in shape=tuple(x.shape)"
@@ -131,19 +131,17 @@ class TaskPlan:
         Raises:
             PolicyError: `gpu:learn_by` names an unknown parameter, or one whose value is not accepted.
         """
-        digest = words = lines = ""
+        found = LearnBy("", "", "")
         if names := self.policy.learn_by:
             bound = inspect.signature(self.function).bind(*args, **kwargs)
             bound.apply_defaults()
-            digest = digest_values(self.function, names, bound.arguments)
-            words = describe_values(self.function, names, bound.arguments)
-            lines = describe_lines(self.function, names, bound.arguments)
+            found = read_learn_by(self.function, names, bound.arguments)
         return HistoryKey(
             self.task_name,
             _name_of(self.function),
-            learn_by=digest,
-            learn_by_words=words,
-            learn_by_lines=lines,
+            learn_by=found.digest,
+            learn_by_words=found.words,
+            learn_by_lines=found.lines,
             flow_name=flow_name,
         )
 
@@ -285,10 +283,21 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__qualname__)
 
 
-def digest_values(
+class LearnBy(NamedTuple):
+    """The arguments of a call that `gpu:learn_by` names."""
+
+    #: `DIGEST_CHARS` hexadecimal characters.
+    digest: str
+    #: As text, `batch_size=32, model=vit-b16`; a secret (by name or text) is `(secret)`.
+    words: str
+    #: `HistoryKey.learn_by_lines`: a line for each number that is no secret; empty: no such number.
+    lines: str
+
+
+def read_learn_by(
     function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
-) -> str:
-    """Return the digest of some arguments of a call to a task's function: `DIGEST_CHARS` hexadecimal characters.
+) -> LearnBy:
+    """Return some arguments of a call to a task's function, for its history.
 
     `names` are parameters in `gpu:learn_by`, or keys of a `**kwargs`, in any order. `arguments` are bound to the
     parameters by name, with defaults.
@@ -296,33 +305,22 @@ def digest_values(
     Raises:
         PolicyError: The function has no such parameter, or the type of an argument is not accepted.
     """
-    return _digest(_plain_values(function, names, arguments))
-
-
-def describe_values(
-    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
-) -> str:
-    """Return the arguments as text, `batch_size=32, model=vit-b16`; a secret (by name or text) becomes `(secret)`."""
     given = _select(function, names, arguments)
+    # The list of an absent key of a `**kwargs` is empty.
+    plain = {
+        name: [_plain(name, name, given[name])] if name in given else []
+        for name in sorted(set(names))
+    }
     words = ", ".join(f"{name}={_words(name, given[name])}" for name in sorted(given))
-    return words[:WORDS_LIMIT]
-
-
-def describe_lines(
-    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
-) -> str:
-    """Return `HistoryKey.learn_by_lines` of a call, a line for each number that is no secret; empty: no such number."""
-    plain = _plain_values(function, names, arguments)
-    given = _select(function, names, arguments)
-    lines = []
-    for name in plain:
-        number = _number(given.get(name))
-        if number is not None and not _is_secret(name, given[name]):
-            lines.append([name, _digest({**plain, name: ["any number"]}), number])
+    lines = [
+        [name, _digest({**plain, name: ["any number"]}), number]
+        for name in sorted(given)
+        if (number := _number(given[name])) is not None and not _is_secret(name, given[name])
+    ]
     # What is longer is cut in the API.
     while len(text := json.dumps(lines)) > LINES_LIMIT:
         lines.pop()
-    return text if lines else ""
+    return LearnBy(_digest(plain), words[:WORDS_LIMIT], text if lines else "")
 
 
 def _number(value: Any) -> float | None:
@@ -331,17 +329,6 @@ def _number(value: Any) -> float | None:
         with contextlib.suppress(OverflowError):
             return float(value) if math.isfinite(value) else None
     return None
-
-
-def _plain_values(
-    function: Callable[..., Any], names: Iterable[str], arguments: Mapping[str, Any]
-) -> dict[str, list[Any]]:
-    """Return some arguments as JSON data, by name in order; the list of an absent key of a `**kwargs` is empty."""
-    given = _select(function, names, arguments)
-    return {
-        name: [_plain(name, name, given[name])] if name in given else []
-        for name in sorted(set(names))
-    }
 
 
 def _digest(plain: Mapping[str, list[Any]]) -> str:

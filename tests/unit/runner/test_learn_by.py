@@ -18,13 +18,7 @@ from pydantic import BaseModel, SecretStr
 from prefect_gpu.errors import PolicyError
 from prefect_gpu.reports.history import history_artifact_key
 from prefect_gpu.runner import task_plan
-from prefect_gpu.runner.task_plan import (
-    ACCEPTED,
-    DEPTH_LIMIT,
-    describe_lines,
-    describe_values,
-    digest_values,
-)
+from prefect_gpu.runner.task_plan import ACCEPTED, DEPTH_LIMIT, read_learn_by
 from prefect_gpu.scheduling.history import HistoryKey
 from tests.cases import cases
 
@@ -69,7 +63,7 @@ def loose(model: Any, **options: Any) -> None:
 
 
 def digest(value: Any) -> str:
-    return digest_values(body, ["model"], {"model": value})
+    return read_learn_by(body, ["model"], {"model": value}).digest
 
 
 @cases(
@@ -180,15 +174,20 @@ def test_a_digest_is_the_same_in_every_process_and_version() -> None:
 
 def test_only_named_parameters_count_in_any_order() -> None:
     values = {"model": "a", "batch": 8, "precision": "fp32"}
-    both = digest_values(body, ["batch", "model"], values)
-    assert both == digest_values(body, ("model", "batch", "model"), {**values, "precision": "x"})
-    assert both != digest_values(body, ["model", "precision"], values)
-    assert both != digest_values(body, ["batch", "model"], {**values, "model": 8, "batch": "a"})
+    both = read_learn_by(body, ["batch", "model"], values).digest
+    assert (
+        both
+        == read_learn_by(body, ("model", "batch", "model"), {**values, "precision": "x"}).digest
+    )
+    assert both != read_learn_by(body, ["model", "precision"], values).digest
+    assert (
+        both != read_learn_by(body, ["batch", "model"], {**values, "model": 8, "batch": "a"}).digest
+    )
 
 
 def test_names_among_further_keywords_are_found() -> None:
     def of(options: dict[str, Any]) -> str:
-        return digest_values(loose, ["batch"], {"model": 1, "options": options})
+        return read_learn_by(loose, ["batch"], {"model": 1, "options": options}).digest
 
     assert of({"batch": 1}) == of({"batch": 1, "other": 2})
     assert len({of({"batch": 1}), of({"batch": 2}), of({"batch": None}), of({})}) == 4
@@ -196,7 +195,7 @@ def test_names_among_further_keywords_are_found() -> None:
 
 def test_an_unknown_parameter_is_the_authors_to_correct() -> None:
     with pytest.raises(PolicyError) as caught:
-        digest_values(body, ["model", "batchsize"], {"model": 1})
+        read_learn_by(body, ["model", "batchsize"], {"model": 1})
     assert str(caught.value) == (
         "gpu:learn_by=batchsize: body() has no parameter 'batchsize'; "
         "did you mean gpu:learn_by=batch?; accepted: model, batch, precision"
@@ -205,7 +204,7 @@ def test_an_unknown_parameter_is_the_authors_to_correct() -> None:
 
 def test_a_function_without_parameters_says_so() -> None:
     with pytest.raises(PolicyError) as caught:
-        digest_values(lambda: None, ["batch"], {})
+        read_learn_by(lambda: None, ["batch"], {})
     assert "accepted: none, since it has no parameters" in str(caught.value)
 
 
@@ -230,7 +229,7 @@ def evaluate(batch_size: int, model: str = "vit-b16", api_token: Any = "", **mor
 def test_values_are_said_as_the_user_wrote_them_unless_they_are_secret(
     names: list[str], arguments: dict[str, Any], words: str
 ) -> None:
-    assert describe_values(evaluate, names, arguments) == words
+    assert read_learn_by(evaluate, names, arguments).words == words
 
 
 SECRETS = "bearer session_cookie pwd dbPwd passphrase passcode db_pass jwt ssh_key signing_key dsn"
@@ -252,11 +251,11 @@ def test_a_parameter_with_the_name_or_text_of_a_secret_is_not_written(
 ) -> None:
     def body(**values: str) -> None: ...
 
-    assert describe_values(body, [name], {"values": {name: value}}) == f"{name}={words}"
+    assert read_learn_by(body, [name], {"values": {name: value}}).words == f"{name}={words}"
 
 
 def test_words_for_values_are_short_and_begin_no_other_history() -> None:
-    long = describe_values(evaluate, ["model"], {"model": "x" * 10_000})
+    long = read_learn_by(evaluate, ["model"], {"model": "x" * 10_000}).words
     assert len(long) == task_plan.WORDS_LIMIT
     said = HistoryKey("t", "t", "H200", "ab", "model=b16")
     unsaid = HistoryKey("t", "t", "H200", "ab")
@@ -265,9 +264,9 @@ def test_words_for_values_are_short_and_begin_no_other_history() -> None:
 
 def lines(names: list[str], **arguments: Any) -> dict[str, Any]:
     """The lines of a call: others' digest and value by parameter."""
-    text = describe_lines(
+    text = read_learn_by(
         evaluate, names, {"batch_size": 8, "model": "b16", "more": {}, **arguments}
-    )
+    ).lines
     found = HistoryKey("t", "t", learn_by_lines=text).lines
     return {line.parameter: (line.others, line.value) for line in found}
 
@@ -309,15 +308,19 @@ def test_numbers_have_lines(value: Any, number: float | None) -> None:
 
 
 def test_a_secret_number_is_not_written() -> None:
-    assert describe_lines(evaluate, ["api_token"], {"api_token": 1234}) == ""
+    assert read_learn_by(evaluate, ["api_token"], {"api_token": 1234}).lines == ""
     assert (
-        describe_values(evaluate, ["max_tokens"], {"more": {"max_tokens": 512}}) == "max_tokens=512"
+        read_learn_by(evaluate, ["max_tokens"], {"more": {"max_tokens": 512}}).words
+        == "max_tokens=512"
     )
     assert lines(["max_tokens"], more={"max_tokens": 512})["max_tokens"][1] == 512.0
     listed = {"more": {"api_tokens": ["hf_1"]}}
-    assert describe_values(evaluate, ["api_tokens"], listed) == "api_tokens=(secret)"
-    assert "1234" not in describe_lines(
-        evaluate, ["api_token", "batch_size"], {"api_token": 1234, "batch_size": 8}
+    assert read_learn_by(evaluate, ["api_tokens"], listed).words == "api_tokens=(secret)"
+    assert (
+        "1234"
+        not in read_learn_by(
+            evaluate, ["api_token", "batch_size"], {"api_token": 1234, "batch_size": 8}
+        ).lines
     )
 
 

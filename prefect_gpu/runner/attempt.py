@@ -1,7 +1,7 @@
 """One process of one task run, from its request for a device to its report.
 
 `Attempt.place` waits for a device. `Attempt.run` starts the child process, reads the messages to the engine's thread,
-and carries out the actions of `process_run`. The report is made once the engine's thread is done and the device shows
+and carries out the actions of `process_run`. `Attempt.hear` receives the messages of the child. The report is made once the engine's thread is done and the device shows
 the memory as free. `scheduling` chooses devices, `process_run` the
 next step.
 """
@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import os
 import queue as queues
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Final
 
 from typing_extensions import assert_never
 
 from prefect_gpu import values
 from prefect_gpu.broker.broker import Broker, Ticket, Withdrawn
+from prefect_gpu.broker.ticket import Measured
+from prefect_gpu.devices.host import read_oom_kills
 from prefect_gpu.devices.reader import ProcessMemory
+from prefect_gpu.engine.direct_calls import is_first_warning
 from prefect_gpu.engine.task_engine import CancelledByRunner, ChildTraceback
 from prefect_gpu.engine.task_run import apply_changes
-from prefect_gpu.errors import BudgetExceededError
+from prefect_gpu.errors import BudgetExceededError, PrefectGPUError, ProtocolError
 from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import AllocationMode, FrameworkPolicy, child_environment
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -31,10 +36,8 @@ from prefect_gpu.in_task import Allocation
 from prefect_gpu.live.progress import RunningTask
 from prefect_gpu.live.table import device_label
 from prefect_gpu.process_resources import PROCESS_RESOURCES
-from prefect_gpu.processes import mps
+from prefect_gpu.processes import launch_spec, messages, mps
 from prefect_gpu.processes.interpreter import import_paths, working_folder
-from prefect_gpu.processes.launch_spec import Launcher, LaunchSpec
-from prefect_gpu.processes.messages import Asked, BodyEnded, EventEmitted, LogEmitted, Prepare
 from prefect_gpu.processes.standby_kind import OWN_MODULES
 from prefect_gpu.reports.events import ended_events, placed_event
 from prefect_gpu.reports.markup import clean_name
@@ -42,14 +45,13 @@ from prefect_gpu.reports.model import BudgetSource, TaskReport, Verdict
 from prefect_gpu.runner import process_run
 from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.context_size import context_meter
-from prefect_gpu.runner.process_listener import ProcessListener
 from prefect_gpu.runner.process_record import ProcessRecord
 from prefect_gpu.runner.process_run import Ended, Shortage
 from prefect_gpu.runner.run_log import conclude, ended_line, first_line, in_one_line, placed_line
-from prefect_gpu.runner.suspender import lost_tasks
+from prefect_gpu.runner.suspender import Suspender, lost_tasks
 from prefect_gpu.runner.task_plan import TaskCall
-from prefect_gpu.scheduling.ladder import Evidence
-from prefect_gpu.scheduling.model import Device, Placement, Request
+from prefect_gpu.scheduling.ladder import Cause, Evidence
+from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.scheduling.reasons import Reason
 from prefect_gpu.suspension.eligibility import MOVED_KINDS
 from prefect_gpu.values.registrations import find_registered
@@ -58,6 +60,13 @@ from prefect_gpu.values.transport import ReceivedValue
 #: Seconds between two readings of a framework's counters in the child. A reading takes microseconds, and did not slow
 #: a step of 27 ms even every 5 ms (measured, PyTorch on an H200).
 COUNTERS_INTERVAL_S = 0.1
+
+#: Questions of a child process, answered on the engine's thread: they may be about its flow run, and pickling a
+#: module's attribute may take long.
+_ANSWERED_BY_ENGINE: Final[Mapping[str, Callable[..., Any]]] = {
+    "attribute": values.attribute,
+    "is_first_warning": is_first_warning,
+}
 
 
 class Attempt:
@@ -73,22 +82,24 @@ class Attempt:
         asked_s: float,
         number: int,
         broker: Broker,
-        launcher: Launcher,
+        launcher: launch_spec.Launcher,
         mps_pipes: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._call = call
+        self.call = call
         self._plan = call.plan
         self._policy = call.plan.policy
         self._run = call.run
         self._grant = grant
         self._asked_s = asked_s
         self._number = number
-        self._broker = broker
+        self.broker = broker
         self._launcher = launcher
         self._mps_pipes = mps_pipes
         #: Folder of the MPS daemon of which the process is a client. Empty: it is no client. `None`: the runner does not use MPS.
         self._pipes: str | None = None
         self._inbox: queues.SimpleQueue[process_run.RunMessage] = queues.SimpleQueue()
+        #: Puts a message into the inbox of the engine's thread.
+        self.tell = self._inbox.put
         self._ticket: Ticket | None = None
         #: How the frameworks use the budget; chosen at the placement.
         self._allocation: AllocationMode = "growth"
@@ -97,7 +108,12 @@ class Attempt:
         self.shares = False
         # Set by the placement.
         self._record: ProcessRecord | None = None
-        self._listener: ProcessListener | None = None
+        self._memory = ProcessMemory(broker.kind)
+        self._kills_before = 0
+        #: Set once a process was started on this machine.
+        self.suspender: Suspender | None = None
+        self._handle: launch_spec.ChildHandle | None = None
+        self._launched = threading.Event()
         #: Set by the engine's thread alone, and not after `close`.
         self._verdict = Verdict("died")
         #: Guards the attributes below.
@@ -113,13 +129,27 @@ class Attempt:
     def cancel(self) -> None:
         """End the process in any state, from any thread; `place` then raises `CancelledByRunner`."""
         self._cancelled.set()
-        ticket = self._ticket
-        if ticket is not None:
-            self._broker.withdraw(ticket)
-        self._inbox.put(process_run.Cancelled())
-        if self._listener is not None:
-            # The engine's thread may have returned the value, and the process may hang at its exit.
-            self._listener.kill_lingering()
+        if self._ticket is not None:
+            self.broker.withdraw(self._ticket)
+        self.tell(process_run.Cancelled())
+        self._kill_lingering()
+
+    @property
+    def ticket(self) -> Ticket:
+        """The request, once it was made."""
+        assert self._ticket is not None, "it was submitted"
+        return self._ticket
+
+    @property
+    def record(self) -> ProcessRecord:
+        """The facts about the process, once it was placed."""
+        assert self._record is not None, "it was placed"
+        return self._record
+
+    @property
+    def is_client(self) -> bool | None:
+        """Whether the process is a client of MPS; `None`: MPS is not used here."""
+        return None if self._pipes is None else bool(self._pipes)
 
     @property
     def whole_device(self) -> bool:
@@ -132,20 +162,20 @@ class Attempt:
     @property
     def has_devices(self) -> bool:
         """Whether the process has its devices now and is not suspended. From any thread."""
-        ticket = self._ticket
-        has_them = self._record is not None and ticket is not None and ticket.ended_s is None
+        has_them = self._record is not None and self.ticket.ended_s is None
         return has_them and self._away_s is None
 
     @property
     def _away_s(self) -> float | None:
         """Seconds since the process was suspended; `None`: not suspended."""
-        return None if self._listener is None else self._listener.away_s
+        return None if self.suspender is None else self.suspender.away_s
 
     def running(self) -> RunningTask | None:
         """Return the process's row in the live view; `None`: it has no devices now. From any thread."""
-        ticket, record = self._ticket, self._record
-        if record is None or ticket is None or not self.has_devices:
+        record = self._record
+        if record is None or not self.has_devices:
             return None
+        ticket = self.ticket
         steps = record.steps
         return RunningTask(
             name=clean_name(self._run.task_run.name),
@@ -165,16 +195,15 @@ class Attempt:
             return away_s, self._run.awaits
         if ticket is None:
             return 0.0, None
-        return time.monotonic() - ticket.request.submitted_s, self._broker.explain(ticket)
+        return time.monotonic() - ticket.request.submitted_s, self.broker.explain(ticket)
 
     def evidence(self) -> Evidence | None:
         """Return the facts about the process's out-of-memory; `None`: there was none, or nothing is known."""
-        ticket, record = self._ticket, self._record
-        if record is None or record.out_of_memory is None or ticket is None:
+        record = self._record
+        if record is None or record.out_of_memory is None:
             return None
-        if ticket.placement is None:
-            return None
-        seen, placement = record.out_of_memory, ticket.placement
+        seen, ticket, placement = record.out_of_memory, self.ticket, self.ticket.placement
+        assert placement is not None, "it was placed"
         return Evidence(
             budget_bytes=min(placement.budget_bytes),
             cap_bytes=record.cap_bytes,
@@ -183,7 +212,7 @@ class Attempt:
             held_bytes=seen.held_bytes,
             process_bytes=seen.process_bytes,
             free_bytes=seen.free_bytes,
-            foreign_growth_bytes=self._broker.foreign_growth_bytes(ticket),
+            foreign_growth_bytes=self.broker.foreign_growth_bytes(ticket),
             says_own_cap=seen.says_own_cap,
             limited=bool(self._pipes) and not self.whole_device,
             alone=any(r.exclusive for r in placement.reservations),
@@ -206,7 +235,7 @@ class Attempt:
             # No process was started. A reservation made before the error is released.
             self._gone = True
             if self._ticket is not None:
-                self._broker.end(self._ticket)
+                self.broker.end(self._ticket)
             raise
 
     def _place(self) -> Placement:
@@ -223,12 +252,12 @@ class Attempt:
             exclusive=policy.exclusive,
             priority=policy.priority,
             # On host devices the budget is the machine's memory: do not count it twice.
-            host_bytes=0 if self._broker.kind == "host" else self._plan.host_bytes,
+            host_bytes=0 if self.broker.kind == "host" else self._plan.host_bytes,
             expected_s=self._grant.expected_s,
             # Clients of MPS compute at the same time.
             fills=self._grant.fills and not self._pipes,
             nodes=policy.nodes,
-            standby=self._call.standby,
+            standby=self.call.standby,
             task_run_id=str(self._run.task_run.id),
             task_run_name=clean_name(self._run.task_run.name),
             flow_run_id=str(self._run.task_run.flow_run_id or ""),
@@ -236,20 +265,20 @@ class Attempt:
             preemptible=policy.preemptible and self._can_be_suspended(),
             client=bool(self._pipes),
         )
-        self._ticket = ticket = self._broker.submit(
+        self._ticket = ticket = self.broker.submit(
             request, self._grant.histories, self._grant.as_of
         )
         ticket.on_recovered = self._take_recovery
         if self._cancelled.is_set():
-            self._broker.withdraw(ticket)
+            self.broker.withdraw(ticket)
         try:
-            placement = self._broker.wait(ticket, policy.wait_s, self._run.show_awaiting)
+            placement = self.broker.wait(ticket, policy.wait_s, self._run.show_awaiting)
         except Withdrawn:
             raise CancelledByRunner from None
         self.shares = any(reservation.probe for reservation in placement.reservations)
         queued_s = ticket.placed_s - ticket.request.submitted_s
         self._run.show_placed(
-            placed_line(placement, self._grant, self._call.identity, self.whole_device, queued_s)
+            placed_line(placement, self._grant, self.call.identity, self.whole_device, queued_s)
         )
         self._run.emit(placed_event(placement, self._source(), self._number, queued_s))
         # A process alone on its device, without stated memory, has no budget to keep to.
@@ -258,7 +287,7 @@ class Attempt:
             placement,
             ticket.placed_s,
             queued_s,
-            watched=self._broker.kind != "host" and (policy.memory is not None or not alone),
+            watched=self.broker.kind != "host" and (policy.memory is not None or not alone),
         )
         # A known budget is the frameworks' cap.
         self._allocation = "growth" if self.whole_device else "limit"
@@ -267,30 +296,22 @@ class Attempt:
         # The daemon may have been killed while the request waited.
         self._pipes = self._find_daemon()
         self._record.is_client = bool(self._pipes)
-        memory = self._broker.reader.process_memory(
+        self._memory = self.broker.reader.process_memory(
             tuple(device.uuid for device in placement.devices),
             None if self._allocation == "growth" else placement.budget_bytes,
         )
-        self._listener = ProcessListener(
-            self._call,
-            self._broker,
-            ticket,
-            self._record,
-            memory,
-            self._inbox.put,
-            self._cancelled,
-            None if self._pipes is None else bool(self._pipes),
-        )
+        self._kills_before = read_oom_kills()
+        ticket.on_measured = self._take_measurement
         if self.shares:
-            ticket.on_short = self._end_for_others
+            ticket.on_short = lambda device: self.tell(process_run.EndedForOthers(device.label))
             # On a cluster the node would have to agree, and a node does not know first runs.
-            local = not self._broker.reader.remote and not self._pipes
-            ticket.may_leave = local and policy.count == 1 and self._broker.kind in MOVED_KINDS
+            local = not self.broker.reader.remote and not self._pipes
+            ticket.may_leave = local and policy.count == 1 and self.broker.kind in MOVED_KINDS
         return placement
 
     def _can_be_suspended(self) -> bool:
         """Return whether `gpu:preemptible` has an effect on the runner's kind of devices; if not, warn once."""
-        kind = self._broker.kind
+        kind = self.broker.kind
         warned = PROCESS_RESOURCES.get("kinds that are not suspended", set[str])
         if kind not in MOVED_KINDS and kind not in warned:
             warned.add(kind)
@@ -298,23 +319,19 @@ class Attempt:
             self._run.warn(f"gpu:preemptible has no effect: {why}")
         return kind in MOVED_KINDS
 
-    def _end_for_others(self, device: Device) -> None:
-        self._inbox.put(process_run.EndedForOthers(device.label))
-
     def _source(self) -> BudgetSource:
         """Return the source of the budget. A task whose need is known on one device model may probe on another."""
         return "probe" if self.shares else self._grant.source_on(self._model())
 
     def _model(self) -> str:
-        assert self._ticket is not None and self._ticket.placement is not None
-        return self._ticket.placement.devices[0].name
+        return self.ticket.devices[0].name
 
-    def _prepare(
-        self, ticket: Ticket, placement: Placement, record: ProcessRecord, memory: ProcessMemory
-    ) -> LaunchSpec:
+    def _prepare(self) -> launch_spec.LaunchSpec:
+        ticket, placement, memory = self.ticket, self.ticket.placement, self._memory
+        assert placement is not None, "it was placed"
         folder, file = self._plan.snapshots, f"{self._run.task_run.id}-{self._number}.pickle"
         policy = replace(
-            self._plan.framework_policy(self._broker.kind, self._broker.processes),
+            self._plan.framework_policy(self.broker.kind, self.broker.processes),
             device_uuids=tuple(device.uuid for device in placement.devices),
             total_bytes=tuple(device.total_bytes for device in placement.devices),
             budget_bytes=placement.budget_bytes,
@@ -325,11 +342,11 @@ class Attempt:
         frameworks = self._plan.frameworks
         learned = self._grant.contexts.get(placement.devices[0].name)
         contexts: Mapping[str, int] = {}
-        if self._broker.kind == "nvml":
+        if self.broker.kind == "nvml":
             # Other devices have no contexts.
-            elsewhere = self._launcher if self._broker.reader.remote else None
+            elsewhere = self._launcher if self.broker.reader.remote else None
             contexts = context_meter(elsewhere).contexts(
-                frameworks, learned, policy, self._broker, ticket, self._cancelled.is_set
+                frameworks, learned, policy, self.broker, ticket, self._cancelled.is_set
             )
         policy = replace(policy, context_bytes=contexts)
         if self._cancelled.is_set():
@@ -342,7 +359,7 @@ class Attempt:
         cap = min(caps) if caps else None
         # Nothing enforces a probe's cap on the host, but its report shows one.
         noted = min(placement.budget_bytes) if cap is None and self.shares else cap
-        record.set_caps(noted, context, contexts)
+        self.record.set_caps(noted, context, contexts)
         allocation = Allocation(
             budget_bytes=min(placement.budget_bytes),
             cap_bytes=cap,
@@ -358,10 +375,10 @@ class Attempt:
             **self._mps_environment(placement),
             **self._run.environment_for_child(),
         }
-        return LaunchSpec(
+        return launch_spec.LaunchSpec(
             task_name=self._plan.task_name,
             environment=environment,
-            prepare=Prepare(
+            prepare=messages.Prepare(
                 policy,
                 allocation,
                 COUNTERS_INTERVAL_S,
@@ -371,7 +388,7 @@ class Attempt:
                 registered=find_registered(),
             ),
             # Packed after the placement: waiting tasks do not hold their arguments twice.
-            call=self._call.pack(),
+            call=self.call.pack(),
             cwd=working_folder(),
             argv=tuple(sys.argv),
             sys_path=import_paths(),
@@ -410,36 +427,32 @@ class Attempt:
 
     def run(self) -> process_run.Done | Ended:
         """Run the body in a process on the devices from `place`; return its end. Raise errors of the preparation."""
-        ticket, record, listener = self._ticket, self._record, self._listener
-        assert ticket is not None and record is not None and listener is not None, "it was placed"
-        assert ticket.placement is not None
         try:
             # No local variable for the spec: the launcher releases the call once the child has it.
-            listener.start(
-                self._launcher, self._prepare(ticket, ticket.placement, record, listener.memory)
-            )
-            outcome = self._follow(listener)
+            self._handle = self._launcher.start(self._prepare(), self.hear)
+            self._launched.set()
+            outcome = self._follow()
         except BaseException as raised:
             self._verdict = Verdict("died", first_line(raised))
-            listener.abandon()
+            self._abandon()
             raise
         if isinstance(outcome, process_run.Done):
             self._verdict = Verdict("completed")
             return outcome
         # On a cluster a process without any message may still be running.
-        listener.abandon()
-        error, self._verdict = conclude(outcome, self._plan, record)
+        self._abandon()
+        error, self._verdict = conclude(outcome, self._plan, self.record)
         match outcome:
             case process_run.Died(exited) if exited.stderr_tail:
                 tail = exited.stderr_tail
                 self._run.note(f"The process died; end of its standard error:\n{tail}")
             case process_run.OutOfMemory(BudgetExceededError() as over, None):
-                record.out_of_memory = OutOfMemory(
+                self.record.out_of_memory = OutOfMemory(
                     "", wanted_bytes=0, process_bytes=over.seen_bytes, says_own_cap=True
                 )
         return Ended(outcome, error, in_one_line(error))
 
-    def _follow(self, listener: ProcessListener) -> process_run.Outcome:
+    def _follow(self) -> process_run.Outcome:
         """Handle messages of the inbox until the outcome of the process is known; return the outcome."""
         run = process_run.ProcessRun(self._plan.timeout_s, self._policy.enforce == "kill")
         deadline_s: float | None = None
@@ -455,18 +468,18 @@ class Attempt:
                     case process_run.Kill(bars_moves):
                         if bars_moves:
                             lost_tasks().add(self._plan.task_key)
-                        listener.kill()
+                        self._kill()
                     case process_run.ShowRunning():
                         self._run.show_running()
                     case process_run.ShowAwaiting(reason):
                         self._run.show_awaiting(reason)
                     case process_run.Warn(text):
                         self._run.warn(text)
-                    case Asked():
-                        listener.answer_by_engine(action)
-                    case LogEmitted(log):
+                    case messages.Asked():
+                        self.send(action.answer(_ANSWERED_BY_ENGINE[action.method]))
+                    case messages.LogEmitted(log):
                         self._run.forward_log(log)
-                    case EventEmitted(event):
+                    case messages.EventEmitted(event):
                         self._run.forward_event(event)
                     case _:
                         assert_never(action)
@@ -478,7 +491,7 @@ class Attempt:
         except queues.Empty:
             return process_run.TimedOut()
 
-    def _open(self, ended: BodyEnded, data: ReceivedValue) -> process_run.Outcome:
+    def _open(self, ended: messages.BodyEnded, data: ReceivedValue) -> process_run.Outcome:
         try:
             value = values.loads(data, "exception" if ended.raised else "return value")
             if ended.changes is not None:
@@ -488,6 +501,132 @@ class Attempt:
                 problem.__cause__ = ChildTraceback(ended.traceback)
             return process_run.Failed(problem)
         return process_run.outcome_of(ended, value)
+
+    def _kill(self) -> None:
+        assert self._handle is not None, "it was started"
+        self._handle.kill()
+
+    def _abandon(self) -> None:
+        """Kill the process unless its body has ended; if no process was started, release the devices."""
+        if self._handle is None:
+            self._release()
+        elif self.record.ended_s is None:
+            self._kill()
+
+    def _kill_lingering(self) -> None:
+        """Kill a cancelled process that has sent its value, also to the engine's thread: it may hang at its exit."""
+        arrived = self._record is not None and self._record.value_arrived
+        if arrived and self._cancelled.is_set() and self._handle is not None:
+            self._kill()
+
+    # The launcher's thread. Facts are passed on as they come: the engine's thread may return the value before the process
+    # has ended. Messages that decide the outcome go to the engine's thread.
+
+    def hear(self, message: launch_spec.Heard) -> None:
+        """Handle a message of the child process, or a launcher's message about the process."""
+        remote = self.broker.reader.remote
+        match message:
+            case launch_spec.ChildStarted(pid):
+                self._attach(pid)
+            # On a cluster no `ChildExited` follows; the node kills the process.
+            case launch_spec.ChildRefused(ProtocolError() as error) if not remote:
+                self.tell(process_run.Failed(error))
+            case launch_spec.ChildRefused():
+                self._release()
+                self.tell(message)
+            case messages.BodyStarted():
+                began_s = self.record.started_s = time.monotonic()
+                self.broker.mark_running(self.ticket)
+                self.tell(process_run.BodyBegan(began_s))
+            case messages.CountersRead():
+                self.record.add_steps(message.steps, message.marks)
+                if (counters := message.counters) is not None:
+                    self.record.add_counters(counters, message.frameworks)
+                    if (held := counters.reserved_bytes) is not None:
+                        self.ticket.stand_in_bytes = held + self.record.context_bytes
+            case messages.Asked(method) if method not in _ANSWERED_BY_ENGINE:
+                self.send(message.answer(lambda **given: self._memory.answer(method, given)))
+            case messages.Asked() | messages.LogEmitted() | messages.EventEmitted():
+                self.tell(message)
+            case messages.BodyEnded():
+                self.record.add_end(message)
+                self.tell(message)
+            case launch_spec.ValueArrived():
+                self.record.value_arrived = True
+                # A last reading while the process still holds its memory.
+                self.broker.refresh()
+                self._kill_lingering()
+                self.tell(message)
+            case launch_spec.ChildExited():
+                self._release()
+                self.tell(process_run.Died(message, self._kill_cause(message)))
+            case messages.ReleasedUnused():
+                if self.suspender is not None:
+                    self.suspender.released.put(message)
+            case messages.Message():
+                # Messages of a standby.
+                pass
+            case _:
+                assert_never(message)
+
+    def _attach(self, pid: int) -> None:
+        self.record.pid = pid
+        ticket = self.ticket
+        if not self.broker.reader.remote:
+            self.suspender = Suspender(pid, self)
+            ticket.on_no_return = self._lose
+            ticket.on_held_back = self.suspender.ask
+        self.broker.attach(ticket, pid)
+        self._memory.attach(pid)
+
+    def send(self, message: messages.Message) -> None:
+        """Send a message to the process, or drop the message if the process has ended."""
+        # `start` may return a moment after the child's first question.
+        self._launched.wait()
+        assert self._handle is not None
+        self._handle.answer(message)
+
+    def _release(self) -> None:
+        """Release the devices at the broker: the process has ended or was never started."""
+        if self.suspender is not None:
+            self.suspender.end()
+        if self.record.pid is not None and (peaks := self._memory.detach()) is not None:
+            live, devices = peaks
+            self.record.add_peaks(live, live + self.record.context_bytes * devices)
+        self.broker.end(self.ticket)
+
+    def _kill_cause(self, exited: launch_spec.ChildExited) -> Cause | None:
+        """Return the cause of a SIGKILL that the runner did not send; `None`: no such signal."""
+        if exited.code != -signal.SIGKILL or exited.killed_because:
+            return None
+        return "host" if read_oom_kills() > self._kills_before else "unknown"
+
+    # The broker's thread.
+
+    def _lose(self, error: PrefectGPUError) -> None:
+        """End the suspended process: no device is left for it to resume on."""
+        self.tell(process_run.Lost(f"it was suspended and cannot come back: {first_line(error)}"))
+
+    def _take_measurement(self, at_s: float, measured: tuple[Measured, ...]) -> None:
+        if self.record.pid is None:
+            # A last reading of a calibration, which had the ticket before.
+            return
+        if self.suspender is not None and self.suspender.away:
+            # Its memory on the device during a move does not show its need.
+            self.record.add_absence(at_s)
+            return
+        sizes_bytes = tuple(each.total_bytes for each in measured)
+        over = self.record.add_reading(at_s, sizes_bytes, self._memory.live_bytes())
+        self.record.add_processes([each.by_pid for each in measured])
+        if not self.is_client:
+            # NVML shows the computing of all clients as the server's.
+            self.record.add_work(at_s, [each.work for each in measured])
+        if self.suspender is not None:
+            self.suspender.take_measurement(at_s, measured)
+        if over is not None:
+            seen_bytes, budget_bytes = over
+            error = BudgetExceededError(self._plan.task_name, budget_bytes, seen_bytes)
+            self.tell(process_run.OutOfMemory(error))
 
     # After the end of the process.
 
@@ -506,17 +645,14 @@ class Attempt:
         nothing of the process is left. `shortage` is its out-of-memory and the next budget; `None`: no out-of-memory.
         """
         if shortage is not None:
-            self._verdict = replace(
-                self._verdict, cause=shortage.cause, wanted_bytes=shortage.wanted_bytes
-            )
+            found: dict[str, Any] = {"cause": shortage.cause, "wanted_bytes": shortage.wanted_bytes}
             if (rung := shortage.rung) is not None:
-                self._verdict = replace(
-                    self._verdict, next_words=rung.reason, next_budget_bytes=rung.budget_bytes
-                )
+                found |= {"next_words": rung.reason, "next_budget_bytes": rung.budget_bytes}
+            self._verdict = replace(self._verdict, **found)
         # Waiting threads may keep the last attempt for a long time.
-        self._call = self._call.without_arguments()
+        self.call = self.call.without_arguments()
         if self._ticket is not None:
-            self._broker.returned(self._ticket)
+            self.broker.returned(self._ticket)
         with self._lock:
             self._take_report = take_report
         self._hand_on()
@@ -530,18 +666,17 @@ class Attempt:
         report = None
         try:
             if self._record is not None and self._record.pid is not None:
-                assert self._ticket is not None
                 report = self._record.report(
-                    self._call,
-                    self._broker.kind,
+                    self.call,
+                    self.broker.kind,
                     self._number,
                     self._source(),
                     None if self.shares else self._grant.estimated_from.get(self._model()),
                     tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
                     self._verdict,
                     self._leaked_bytes,
-                    self._ticket.ended_s,
-                    tuple(self._ticket.neighbours),
+                    self.ticket.ended_s,
+                    tuple(self.ticket.neighbours),
                     self._grant.capacity_bytes,
                 )
                 if line := ended_line(report):

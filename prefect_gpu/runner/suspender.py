@@ -37,7 +37,7 @@ from prefect_gpu.suspension.eligibility import REFUSED, Candidate, refusal
 from prefect_gpu.units import MIB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from prefect_gpu.runner.process_listener import ProcessListener
+    from prefect_gpu.runner.attempt import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Suspender:
     """Suspends and resumes a started process; `calls` is `shared_calls` by default. Safe to use from several threads."""
 
     def __init__(
-        self, pid: int, process: ProcessListener, calls: Callable[[], DriverCalls] | None = None
+        self, pid: int, process: Attempt, calls: Callable[[], DriverCalls] | None = None
     ) -> None:
         self._pid = pid
         self._process = process

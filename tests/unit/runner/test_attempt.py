@@ -405,9 +405,8 @@ def test_real_devices_give_no_memory_on_request() -> None:
 
 
 def suspender_of(scene: Scene) -> suspender.Suspender:
-    assert scene.attempt._listener is not None
-    assert scene.attempt._listener.suspender is not None
-    return scene.attempt._listener.suspender
+    assert scene.attempt.suspender is not None
+    return scene.attempt.suspender
 
 
 def test_a_process_is_trimmed_before_its_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,8 +469,7 @@ def test_a_process_whose_body_has_not_begun_is_not_asked_to_trim() -> None:
     scene = Scene(ChildExited(1, ""))
     scene.child._says = [ChildStarted(PID)]
     scene.attempt.place()
-    assert scene.attempt._listener is not None
-    scene.attempt._listener.start(scene.child, None)  # type: ignore[arg-type]
+    scene.child.start(None, scene.attempt.hear)
     suspender_of(scene)._trim()
     assert scene.child.answers == []
 

@@ -12,14 +12,14 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prefect import Task
 from typing_extensions import assert_never
 
-from prefect_gpu.broker.broker import Broker, NeedLearned
+from prefect_gpu.broker.broker import NeedLearned
 from prefect_gpu.cluster.flow_side import ClusterAnnouncement
 from prefect_gpu.engine.flow_run import SharedClient
 from prefect_gpu.engine.task_engine import (
@@ -38,7 +38,7 @@ from prefect_gpu.reports.markup import clean_name
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.runner import process_run as steps
 from prefect_gpu.runner.attempt import Attempt
-from prefect_gpu.runner.budgets import BudgetBook, Grant
+from prefect_gpu.runner.budgets import Grant
 from prefect_gpu.runner.process_run import Done
 from prefect_gpu.runner.run_log import first_line, in_one_line
 from prefect_gpu.runner.task_plan import TaskCall, TaskPlan
@@ -46,6 +46,9 @@ from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.ladder import OomHistory
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.values import argument_files
+
+if TYPE_CHECKING:
+    from prefect_gpu.runner.active_runner import ActiveRunner
 
 #: Seconds between two log lines about a node that refuses a task.
 TELL_S = 30.0
@@ -59,17 +62,12 @@ ENDING_S = 10.0
 class BodyRun:
     """One call of the body by Prefect's engine, in one or more processes."""
 
+    _runner: ActiveRunner
     _call: TaskCall
     #: Budget increases so far, also in earlier calls for the same task run.
     climb: OomHistory
     _numbers: Iterator[int]
-    _broker: Broker
     _launcher: Launcher
-    _book: BudgetBook
-    #: Called with the report of each process, from any thread.
-    _report: Callable[[TaskReport], None]
-    #: As `ActiveRunner.mps_pipes`.
-    _mps_pipes: Callable[[], str | None] = lambda: None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _cancelled: bool = field(default=False, init=False)
     #: In order; at most `ladder.MOST_PROCESSES`.
@@ -78,6 +76,7 @@ class BodyRun:
 
     def __post_init__(self) -> None:
         self._policy = self._call.plan.policy
+        self._broker, self._book = self._runner.broker(), self._runner.book()
 
     def cancel(self) -> None:
         """End the call in any state, from any thread; `run` then raises `CancelledByRunner`."""
@@ -152,8 +151,9 @@ class BodyRun:
         out_of_memory: BaseException | None = None
         number, told_s = next(self._numbers), -math.inf
         while True:
+            pipes = self._runner.mps_pipes
             attempt = Attempt(
-                self._call, grant, asked_s, number, self._broker, self._launcher, self._mps_pipes
+                self._call, grant, asked_s, number, self._broker, self._launcher, pipes
             )
             step: steps.Step | None = None
             short: steps.Shortage | None = None
@@ -251,7 +251,7 @@ class BodyRun:
         finally:
             self._broker.kept(self._call.plan.sequence, over, shown)
             if report is not None:
-                self._report(report)
+                self._runner.report(report)
 
 
 def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
@@ -261,10 +261,6 @@ def _most_of_each(capacities: Mapping[Device, int], count: int) -> int:
         by_node.setdefault(device.host, []).append(size)
     sizes = [found[count - 1] for found in by_node.values() if len(found) >= count]
     return max(sizes, default=min(capacities.values()))
-
-
-if TYPE_CHECKING:
-    from prefect_gpu.runner.active_runner import ActiveRunner
 
 
 @dataclass(eq=False, repr=False)
@@ -308,13 +304,14 @@ class GPUTask:
         try:
             return self._run_body(run, args, kwargs)
         except BaseException as error:
-            outcome: Literal["failed", "cancelled"] = (
-                "failed" if isinstance(error, Exception) else "cancelled"
-            )
-            found = run.task_run
+            found, name = run.task_run, clean_name(run.task_run.name)
             self._runner.note_unstarted(
                 UnstartedRun(
-                    found.id, clean_name(found.name), outcome, first_line(error), time.time()
+                    found.id,
+                    name,
+                    "failed" if isinstance(error, Exception) else "cancelled",
+                    first_line(error),
+                    time.time(),
                 )
             )
             raise
@@ -334,17 +331,15 @@ class GPUTask:
                 plan, runner = self._plan, self._runner
                 identity = plan.identity(args, kwargs, run.flow_name)
                 call = TaskCall(plan, run, identity, args, kwargs, share, self._standby)
-                broker, book, report = runner.broker(), runner.book(), runner.report
-                pipes = runner.mps_pipes
                 self._last = body = BodyRun(
-                    call, self._climb, self._numbers, broker, self._launcher, book, report, pipes
+                    runner, call, self._climb, self._numbers, self._launcher
                 )
-                self._runner.begin(body)
+                runner.begin(body)
                 try:
                     return body.run()
                 finally:
                     # Prefect's retry starts with this state.
                     self._climb = body.climb
-                    self._runner.end(body)
+                    runner.end(body)
         except CancelledByRunner:
             raise self._runner.ending from None

@@ -177,15 +177,14 @@ class Scene:
             kwargs={},
             share=SimpleNamespace(),  # type: ignore[arg-type]
         )
-        self.call = BodyRun(
-            call,
-            climb or OomHistory(),
-            itertools.count(1),
-            broker,  # type: ignore[arg-type]
-            SimpleNamespace(),  # type: ignore[arg-type]
-            self.book,
-            self.reports.append,
+        runner: Any = SimpleNamespace(
+            broker=lambda: broker,
+            book=lambda: self.book,
+            report=self.reports.append,
+            mps_pipes=lambda: None,
         )
+        launcher: Any = SimpleNamespace()
+        self.call = BodyRun(runner, call, climb or OomHistory(), itertools.count(1), launcher)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[list[BaseException]]:

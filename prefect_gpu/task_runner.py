@@ -22,7 +22,8 @@ from typing_extensions import Self
 from prefect_gpu.devices.spec import parse_spec
 from prefect_gpu.engine.flow_run import flow_run_goes_on
 from prefect_gpu.errors import DeviceError
-from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
+from prefect_gpu.runner.active_runner import ActiveRunner
+from prefect_gpu.runner.configuration import Configuration
 from prefect_gpu.settings import read_settings
 
 

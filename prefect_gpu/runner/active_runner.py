@@ -19,8 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextvars import Context, copy_context
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
@@ -30,23 +29,15 @@ from prefect.context import FlowRunContext
 from prefect.futures import PrefectConcurrentFuture, PrefectFuture
 
 from prefect_gpu.broker.broker import Broker, next_sequence
-from prefect_gpu.broker.host_ledger import HostStore, host_ledger
-from prefect_gpu.broker.ledger import Ledger
-from prefect_gpu.child.channel import current_channel
-from prefect_gpu.devices.host import count_cores, read_machine
-from prefect_gpu.devices.reader import DeviceReader
+from prefect_gpu.devices.host import count_cores
 from prefect_gpu.devices.shared_folder import SharedFolder, shared_folder
-from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
-from prefect_gpu.devices.spec import DeviceSpec, open_reader
 from prefect_gpu.engine import flow_run, task_engine
 from prefect_gpu.engine.task_engine import CallingLine, CancelledByRunner, TagLimits, calling_line
-from prefect_gpu.errors import CapacityError, DeviceError, ProtocolError
-from prefect_gpu.in_task import current_allocation
+from prefect_gpu.errors import CapacityError, DeviceError
 from prefect_gpu.live.progress import MOST_RUNNING, MOST_WAITING, FlowProgress, RunCounts
 from prefect_gpu.live.view import live_view
 from prefect_gpu.policy import is_split_text, near_miss, parse_tags
 from prefect_gpu.process_resources import PROCESS_RESOURCES, run_uninterrupted
-from prefect_gpu.processes.interpreter import import_paths, working_folder
 from prefect_gpu.processes.launcher import process_launcher
 from prefect_gpu.processes.standby_kind import Kind, kind_of
 from prefect_gpu.processes.standby_plan import most_by_default
@@ -56,6 +47,7 @@ from prefect_gpu.reports.history import MemoryHistory, PrefectHistory
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
 from prefect_gpu.reports.publish import ProgressArtifact, Publisher
 from prefect_gpu.runner.budgets import BudgetBook
+from prefect_gpu.runner.configuration import Configuration, MpsUse
 from prefect_gpu.runner.engine_threads import (
     BODY_WAITS,
     AwaitedFuture,
@@ -63,12 +55,10 @@ from prefect_gpu.runner.engine_threads import (
     start_engine,
     when_there,
 )
-from prefect_gpu.runner.mps_use import MpsUse, check_compute
 from prefect_gpu.runner.run_log import flow_summary
 from prefect_gpu.runner.submission import BodyRun, GPUTask
 from prefect_gpu.runner.task_plan import PlanMaker, TaskPlan
-from prefect_gpu.scheduling.model import Device, Request, Reservation
-from prefect_gpu.scheduling.placement import PlacementStyle
+from prefect_gpu.scheduling.model import Device, Request
 from prefect_gpu.settings import read_settings
 
 if TYPE_CHECKING:
@@ -94,38 +84,6 @@ CLOSING_S = 30.0
 KEPT_OUTSIDE_FLOWS = 1000
 
 _Ended = TypeVar("_Ended", TaskReport, UnstartedRun)
-
-
-@dataclass(frozen=True, slots=True)
-class Configuration:
-    """The arguments of a runner; see `GPUTaskRunner`."""
-
-    devices: DeviceSpec
-    placement: PlacementStyle
-    max_processes: int | None
-    max_tasks_per_device: int | None
-    #: `None`: the default for the kind of device.
-    headroom_bytes: int | None
-    reports: bool
-    standby: int | str
-    start_method: str
-    #: How tasks of a device compute: "time" or "mps".
-    sharing: str = "time"
-    #: `None`: no memory snapshots.
-    memory_snapshots: Path | None = None
-    #: Address of a Ray cluster; empty: this machine.
-    address: str = ""
-    #: GPUs of each node to reserve in Ray; `None`: nothing is reserved, and all GPUs are used.
-    num_gpus: float | None = None
-    live_view: bool = False
-    #: Whether reports include a progress artifact.
-    progress: bool = False
-
-    @property
-    def of_broker(self) -> tuple[object, ...]:
-        """The arguments that a broker has: runners for which they are equal share one."""
-        limits = self.max_processes, self.max_tasks_per_device, self.headroom_bytes
-        return self.devices, self.placement, *limits, self.num_gpus
 
 
 class ActiveRunner:
@@ -258,7 +216,7 @@ class ActiveRunner:
             policy = parse_tags(task.tags, around)
             if policy is None:
                 return None
-            check_compute(policy, self._configuration.sharing)
+            self._configuration.check(policy)
             if self._configuration.address:
                 # On the flow's thread, which is the main one: Ray sets signal handlers.
                 self._open_cluster()
@@ -432,7 +390,7 @@ class ActiveRunner:
         else:
             folder = read_settings().ledger
             key = "broker", given.of_broker, folder
-            broker = PROCESS_RESOURCES.get(key, lambda: _make_broker(given, folder))
+            broker = PROCESS_RESOURCES.get(key, lambda: given.make_broker(folder))
         with self._lock:
             watched, self._watched = self._watched, broker
         if watched is not broker:
@@ -460,7 +418,7 @@ class ActiveRunner:
                 raise DeviceError(str(self._no_cluster))
             if self._cluster is None:
                 try:
-                    self._cluster = _connect(self._configuration)
+                    self._cluster = self._configuration.connect()
                 except DeviceError as error:
                     self._no_cluster = error
                     raise
@@ -616,53 +574,6 @@ def _ended_with_flow(found: TaskReport | UnstartedRun, by: CancelledByRunner) ->
     return found.outcome == "cancelled" and found.error in ("", str(CancelledByRunner()), str(by))
 
 
-def _make_broker(given: Configuration, folder: Path | None) -> Broker:
-    simulated, allocation = given.devices.simulated, current_allocation()
-    reader: DeviceReader
-    if simulated is None or simulated.name:
-        reader, ledger = open_reader(given.devices, os.environ, shared=folder), host_ledger(folder)
-    elif around := _folder_around(simulated):
-        reader = SimulatedReader(simulated, folder=SharedFolder(around))
-        ledger = host_ledger(around)
-    else:
-        # A reader and ledger of this broker alone: devices of two specifications have the same UUIDs.
-        reader, ledger = SimulatedReader(simulated), Ledger()
-        reader.on_shared = lambda path: ledger.share(functools.partial(HostStore, path))
-    return Broker(
-        reader,
-        ledger=ledger,
-        style=given.placement,
-        max_processes=given.max_processes,
-        max_tasks_per_device=given.max_tasks_per_device,
-        headroom_bytes=given.headroom_bytes,
-        around=_held_by_parent(),
-        ancestors=() if allocation is None else allocation.requests,
-        waits_since=BODY_WAITS.since,
-    )
-
-
-def _connect(given: Configuration) -> Cluster:
-    # Imported here: the module imports Ray, which most runners do not need.
-    from prefect_gpu.cluster.membership import Cluster
-    from prefect_gpu.cluster.node_agent import NodeSettings
-
-    settings = NodeSettings(
-        name="",
-        devices=given.devices,
-        placement=given.placement,
-        max_tasks_per_device=given.max_tasks_per_device,
-        headroom_bytes=given.headroom_bytes,
-        ledger=read_settings().ledger,
-        standby=given.standby if isinstance(given.standby, int) else None,
-        argv=tuple(sys.argv),
-        cwd=working_folder(),
-        sys_path=import_paths(),
-    )
-    cluster = Cluster(given.address, settings, given.num_gpus)
-    cluster.start(given.max_processes)
-    return cluster
-
-
 def _shared_folder() -> SharedFolder | None:
     try:
         return shared_folder(read_settings().ledger)
@@ -670,33 +581,3 @@ def _shared_folder() -> SharedFolder | None:
         # The ledger logs the warning.
         logger.debug("standbys of other processes are not counted: %s", error)
         return None
-
-
-def _folder_around(devices: SimulatedDevices) -> Path | None:
-    """Return the folder for sharing unnamed simulated devices with the surrounding GPU task; `None`: none."""
-    channel, allocation = current_channel(), current_allocation()
-    if channel is None or allocation is None or not allocation.device_uuids[0].startswith("SIM-"):
-        return None
-    try:
-        return Path(channel.ask("simulated_share", spec=devices))
-    except (OSError, ProtocolError) as error:
-        logger.warning("%r are this process's own: %s", devices, error)
-        return None
-
-
-def _held_by_parent() -> tuple[Reservation, ...]:
-    """Return the reservations of the GPU task around this process, if there is one."""
-    allocation = current_allocation()
-    if allocation is None:
-        return ()
-    return tuple(
-        Reservation(
-            request_id=allocation.requests[-1] if allocation.requests else "",
-            machine=read_machine(),
-            device_uuid=uuid,
-            reserved_bytes=allocation.budget_bytes,
-            exclusive=allocation.exclusive,
-            task_name="the task around it",
-        )
-        for uuid in allocation.device_uuids
-    )

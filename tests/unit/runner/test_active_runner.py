@@ -23,7 +23,8 @@ from prefect_gpu.errors import CapacityError
 from prefect_gpu.reports.model import UnstartedRun
 from prefect_gpu.reports.publish import Publisher, artifact_key
 from prefect_gpu.runner import active_runner, submission
-from prefect_gpu.runner.active_runner import ActiveRunner, Configuration
+from prefect_gpu.runner.active_runner import ActiveRunner
+from prefect_gpu.runner.configuration import Configuration
 from tests.fakes.ctrl_c import press_ctrl_c, press_ctrl_c_in
 from tests.fakes.reports import FakeAPI, task_report
 

@@ -48,7 +48,7 @@ from prefect_gpu.scheduling.model import (
 )
 from prefect_gpu.scheduling.placement import PlacementStyle
 from prefect_gpu.scheduling.reasons import Reason, sentence
-from prefect_gpu.scheduling.scheduling_pass import HostState, explain
+from prefect_gpu.scheduling.scheduling_pass import explain
 from prefect_gpu.units import GIB, MIB, format_seconds
 
 logger = logging.getLogger(__name__)
@@ -258,8 +258,7 @@ class Broker:
                 # Every request for the host device needs host memory. While tasks run there, their end may be enough.
                 return not known.ledger.tasks
             host = known.host_state(reading)
-            nodes = [host] if isinstance(host, HostState) else host.nodes.values()
-            left = max((node.left_bytes for node in nodes), default=0)
+            left = max(node.left_bytes for node in host.nodes.values() or [host])
             return any(t.request.host_bytes > left for t in known.waiting.values())
 
     def submit(

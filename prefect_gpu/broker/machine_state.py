@@ -19,6 +19,7 @@ from prefect_gpu.scheduling.backfill import BlockedStatus, Patience
 from prefect_gpu.scheduling.history import HistoryKey
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import (
+    NEVER_BYTES,
     Device,
     DeviceKey,
     DeviceKind,
@@ -28,7 +29,7 @@ from prefect_gpu.scheduling.model import (
     Reservation,
 )
 from prefect_gpu.scheduling.placement import PlacementStyle, select_devices
-from prefect_gpu.scheduling.scheduling_pass import ClusterState, HostState, RequestQueue
+from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class MachineState:
         """Return the device states by the last reading and the reservations in `ledger` (`None`: as last read)."""
         return self.view.states(ledger or self.ledger, self.placed, self.recovery.ending.values())
 
-    def host_state(self, reading: Reading) -> HostState | ClusterState:
+    def host_state(self, reading: Reading) -> HostState:
         """Return the host resources left for new processes, on the machine or on each node of a cluster."""
         most = self.settings.max_processes
         if not reading.nodes:
@@ -138,7 +139,7 @@ class MachineState:
             )
             for name, node in reading.nodes.items()
         }
-        return ClusterState(nodes, len(self.placed), most)
+        return HostState(NEVER_BYTES, 0, len(self.placed), most, nodes=nodes)
 
     def entry_of(self, request: Request) -> Entry:
         """Return a first ledger entry for an own request."""

@@ -22,12 +22,7 @@ from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import DeviceKey, Placement, Reading, Request
 from prefect_gpu.scheduling.nested import Holder, Scene, refusal, rescue
 from prefect_gpu.scheduling.placement import Board
-from prefect_gpu.scheduling.scheduling_pass import (
-    ClusterState,
-    Decisions,
-    HostState,
-    decide,
-)
+from prefect_gpu.scheduling.scheduling_pass import Decisions, HostState, decide
 
 #: Seconds after which another broker's requests that seem to fit count as blocked: that broker may have unknown limits.
 PASSIVE_S = 2.0
@@ -92,7 +87,7 @@ def _decide(
     known: MachineState,
     reading: Reading,
     states: Sequence[DeviceState],
-    host: HostState | ClusterState,
+    host: HostState,
     now_s: float,
 ) -> Decisions:
     """Return the requests to place, and the requests to refuse since they can never be placed."""
@@ -164,7 +159,7 @@ def _rescue(
     reading: Reading,
     decisions: Decisions,
     board: Board,
-    host: HostState | ClusterState,
+    host: HostState,
     now_s: float,
 ) -> Decisions:
     """Add decisions on requests made inside tasks that hold memory and wait for the requests; see `nested`."""
@@ -200,15 +195,13 @@ def _preempt(
     decisions: Decisions,
     made: Made,
     states: Sequence[DeviceState],
-    host: HostState | ClusterState,
+    host: HostState,
     now_s: float,
 ) -> tuple[Mapping[str, Entry], Made, bool]:
     """Return entries of tasks to suspend for waiting requests, all own placements, and whether another pass is needed."""
     # The placements include a request for which tasks were suspended; another pass may place more such requests.
     settings = known.settings
-    hosts = (
-        dict.fromkeys(known.node_of.values(), host) if isinstance(host, HostState) else host.nodes
-    )
+    hosts = host.nodes or dict.fromkeys(known.node_of.values(), host)
     decided = {r.id for r, _ in (*decisions.placements, *decisions.refusals)}
     waits = (
         r

@@ -10,7 +10,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
@@ -107,9 +107,9 @@ class RequestQueue:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """Host memory and number of processes of the machine, or of one cluster node."""
+    """Host memory and number of processes of the machine, of one cluster node, or of a whole cluster."""
 
-    #: Bytes that new processes could use, by the kernel's estimate.
+    #: Bytes that new processes could use, by the kernel's estimate; `NEVER_BYTES` for a whole cluster.
     available_bytes: int
     #: Part of `available_bytes` reserved for started processes that have not taken it yet.
     reserved_bytes: int
@@ -118,6 +118,8 @@ class HostState:
     max_processes: int
     #: Running processes of all brokers.
     all_processes: int = 0
+    #: Resources of each node of a whole cluster, by `Device.host`. A missing node has no limit.
+    nodes: Mapping[str, HostState] = field(default_factory=dict)
 
     @property
     def full(self) -> bool:
@@ -130,13 +132,14 @@ class HostState:
         return self.available_bytes - self.reserved_bytes
 
     def refuses(self, request: Request, node: str = "") -> bool:
-        """Return whether no process may start for a request now; `node` is unused, as in `ClusterState.refuses`."""
+        """Return whether no process may start for a request now, on a node of a cluster if one is named."""
         # While no process runs, waiting frees no memory: the kernel's estimate must not stop a flow for ever.
         running = max(self.processes, self.all_processes)
-        return self.full or (running > 0 and request.host_bytes > self.left_bytes)
+        short = running > 0 and request.host_bytes > self.left_bytes
+        return self.full or short or (node in self.nodes and self.nodes[node].refuses(request))
 
     def after(self, request: Request) -> HostState:
-        """Return the resources left once a process is started for a request."""
+        """Return the resources left once a process is started for a request; those of nodes stay."""
         return replace(
             self,
             reserved_bytes=self.reserved_bytes + request.host_bytes,
@@ -145,37 +148,13 @@ class HostState:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """Host memory and number of processes of each cluster node."""
-
-    #: By `Device.host`. A missing node has no limit.
-    nodes: Mapping[str, HostState]
-    #: Running processes of this broker on all nodes, and the most that are allowed.
-    processes: int
-    max_processes: int
-
-    @property
-    def full(self) -> bool:
-        """Whether the limit on processes of all nodes is reached."""
-        return self.processes >= self.max_processes
-
-    def refuses(self, request: Request, node: str) -> bool:
-        """Return whether no process may start for a request on a node now."""
-        return self.full or (node in self.nodes and self.nodes[node].refuses(request))
-
-    def after(self, request: Request) -> ClusterState:
-        """Return the state once a process is started for a request; a request of another broker changes nothing."""
-        return replace(self, processes=self.processes + (not request.origin))
-
-
 class _NodeLimits:
-    """The choice of devices in one scheduling pass of a cluster, within the host resources of each node."""
+    """The choice of devices in one scheduling pass, within the host resources of each node of a cluster."""
 
-    def __init__(self, cluster: ClusterState, board: Board, backfill: Backfill) -> None:
+    def __init__(self, nodes: Mapping[str, HostState], board: Board, backfill: Backfill) -> None:
         self._board = board
         self._backfill = backfill
-        self._nodes = dict(cluster.nodes)
+        self._nodes = dict(nodes)
         #: Nodes on which no further request starts in this pass.
         self._closed = {name for name, host in self._nodes.items() if host.full}
         #: Nodes without enough host memory for the last request of `choose`.
@@ -237,7 +216,7 @@ class Decisions:
 def decide(
     queue: RequestQueue,
     board: Board,
-    host: HostState | ClusterState,
+    host: HostState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     slots: Mapping[str, int] = MappingProxyType({}),
@@ -265,7 +244,7 @@ def decide(
     """
     left = dict(slots)
     backfill = Backfill(board, queue.statuses, patience, now_s)
-    limits = _NodeLimits(host, board, backfill) if isinstance(host, ClusterState) else None
+    limits = _NodeLimits(host.nodes, board, backfill)
     placements: list[tuple[Request, Placement]] = []
     refusals: list[tuple[Request, PlacementError]] = []
     #: The next request of each shape: sort key, request, list of its shape, position in that list.
@@ -296,21 +275,17 @@ def decide(
             blocked.clear()
             if backfill.all_drain:
                 break
-            if limits is None:
-                chosen = board.choose(request, named, backfill.allows)
-            else:
-                chosen = limits.choose(request, named)
-                if chosen is None and limits.close_for(request, named):
-                    most_free_bytes = board.most_free_bytes()
-                    continue
+            chosen = limits.choose(request, named)
+            if chosen is None and limits.close_for(request, named):
+                most_free_bytes = board.most_free_bytes()
+                continue
         if chosen is None:
             blocked.append((request, named, unknown))
             continue
-        if isinstance(host, HostState) and host.refuses(request):
+        if host.refuses(request):
             break
         placements.append((request, board.place(request, chosen, now_s)))
-        if limits is not None:
-            limits.start(request, board.states[chosen[0]].device.host)
+        limits.start(request, board.states[chosen[0]].device.host)
         if request.origin:
             # The broker of the request counts the passes when it starts the request.
             left[request.origin] -= 1
@@ -339,7 +314,7 @@ def explain(
     request: Request,
     queue: RequestQueue,
     states: Sequence[DeviceState],
-    host: HostState | ClusterState,
+    host: HostState,
     patience: Patience = PATIENCE,
     now_s: float = 0.0,
     max_tasks: int | None = None,
@@ -373,12 +348,10 @@ def explain(
     return replace(reason, passed=status.passed, kept=kept, free_in_s=free_in_s)
 
 
-def _host_reason(
-    request: Request, states: Sequence[DeviceState], host: HostState | ClusterState
-) -> Reason | None:
+def _host_reason(request: Request, states: Sequence[DeviceState], host: HostState) -> Reason | None:
     """Return why host resources allow no process for a request on any node of `states`; `None`: a node allows one."""
     names = list[str]()
-    if isinstance(host, ClusterState) and not host.full:
+    if host.nodes and not host.full:
         names, nodes = list(dict.fromkeys(state.device.host for state in states)), host.nodes
         if not all(host.refuses(request, name) for name in names):
             return None
@@ -386,7 +359,7 @@ def _host_reason(
         names.sort(key=lambda name: (nodes[name].full, -nodes[name].left_bytes))
         host = nodes[names[0]]
     where = partial(Reason, nodes=len(names), where=names[0] if names else None)
-    if isinstance(host, ClusterState) or host.full:
+    if host.full:
         return where(WaitKind.PROCESSES, limit=host.max_processes)
     if not host.refuses(request):
         return None

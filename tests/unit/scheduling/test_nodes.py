@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.memory import DeviceState, device_state
-from prefect_gpu.scheduling.model import DeviceSnapshot, Request, Reservation
+from prefect_gpu.scheduling.model import NEVER_BYTES, DeviceSnapshot, Request, Reservation
 from prefect_gpu.scheduling.placement import (
     MOST_LISTED,
     Board,
@@ -23,7 +23,6 @@ from prefect_gpu.scheduling.placement import (
 )
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import (
-    ClusterState,
     Decisions,
     HostState,
     RequestQueue,
@@ -255,8 +254,9 @@ def test_a_request_for_several_devices_drains_no_node_that_has_too_few() -> None
 # Memory and processes of each node.
 
 
-def cluster(max_processes: int = 99, **nodes: HostState) -> ClusterState:
-    return ClusterState(nodes, sum(each.processes for each in nodes.values()), max_processes)
+def cluster(max_processes: int = 99, **nodes: HostState) -> HostState:
+    processes = sum(each.processes for each in nodes.values())
+    return HostState(NEVER_BYTES, 0, processes, max_processes, nodes=nodes)
 
 
 def hungry(host_gib: int, name: str, gib: float = 1, **others: object) -> Request:
@@ -279,7 +279,7 @@ def hungry(host_gib: int, name: str, gib: float = 1, **others: object) -> Reques
     ],
 )  # fmt: skip
 def test_limits_of_nodes(
-    waiting: list[Request], limits: ClusterState, starts: list[tuple[str, list[str]]]
+    waiting: list[Request], limits: HostState, starts: list[tuple[str, list[str]]]
 ) -> None:
     decisions = decide(RequestQueue(waiting), Board(TWO_BY_TWO), limits, NO_BACKFILL)
     assert started(decisions) == starts
@@ -288,7 +288,7 @@ def test_limits_of_nodes(
 def test_the_reason_of_a_wait_for_nodes() -> None:
     asked = hungry(9, "x")
 
-    def says(limits: ClusterState) -> str:
+    def says(limits: HostState) -> str:
         return sentence(explain(asked, RequestQueue([asked]), TWO_BY_TWO, limits))
 
     assert says(cluster(a=host(3, 1), b=host(6, 1))) == (
@@ -363,7 +363,7 @@ def test_devices_of_a_request_are_always_on_one_node(
     by_name = {f"n{node}": host(gib, 1, 1 + most) for node, (most, gib) in enumerate(has)}
     queue = RequestQueue(asked)
     board = Board(states, style, standbys={"kind": ready})
-    decisions = decide(queue, board, ClusterState(by_name, 3, 9), patience)
+    decisions = decide(queue, board, cluster(9, **by_name), patience)
     booked = {state.device.key: 0 for state in states}
     for each, placement in decisions.placements:
         (node,) = {device.host for device in placement.devices}
@@ -405,7 +405,7 @@ def test_a_cluster_of_one_node_is_one_machine(
     machine = host(gib, 1, 1 + most)
     alone = decide(RequestQueue(asked), Board(states, style), machine, patience)
     asked = [replace(each, nodes=("node",) if names_it else (), standby="kind") for each in asked]
-    of_cluster = ClusterState({"node": machine}, 1, 99)
+    of_cluster = cluster(node=machine)
     board = Board(states, style, standbys={"kind": {"node": 1}})
     there = decide(RequestQueue(asked), board, of_cluster, patience)
     assert [(r.id, p) for r, p in there.placements] == [(r.id, p) for r, p in alone.placements]

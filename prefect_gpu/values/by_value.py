@@ -19,8 +19,8 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
-from typing import Any, TypeAlias
+from enum import Enum, EnumMeta
+from typing import Any, NamedTuple, TypeAlias
 
 import cloudpickle
 from cloudpickle import cloudpickle as internals
@@ -29,7 +29,7 @@ from prefect_gpu.frameworks import registry
 from prefect_gpu.frameworks.adapter import look_at
 from prefect_gpu.frameworks.registry import find_in_namespace, nested_code
 from prefect_gpu.frameworks.torch_adapter import reduce_compiled
-from prefect_gpu.values import c_types, enums, made_anew
+from prefect_gpu.values import c_types, made_anew
 from prefect_gpu.values.importable import find_reference, is_importable, resolve, travels_by_value
 from prefect_gpu.values.stand_ins import keep, namespace
 
@@ -149,7 +149,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped base
             return reduction
         make, arguments, state, *_ = reduction
         if make is internals._make_skeleton_enum:
-            make, arguments, state = enums.reduce(obj, arguments, state)
+            make, arguments, state = _reduce_enum(obj, arguments, state)
         else:
             arguments, state = _with_names(obj, arguments, state)
         of_bases = layout = None
@@ -499,3 +499,103 @@ def _set_class(made: type, state: Any) -> None:
         internals._class_setstate(_Unguarded(made), parts)
         for name, attributes in parts[1].items():
             vars(made.__members__[name]).update(attributes)  # type: ignore[attr-defined]
+
+
+# Enums: each member has its value, its data and its attributes, whatever made them in the script. Cloudpickle makes members from
+# their values alone, without the enum's `__new__` and `__init__`, and without aliases.
+
+#: A type of Python's own code, and the arguments of its `__new__`.
+_Data: TypeAlias = tuple[type, tuple[Any, ...]]
+
+#: Attributes that `enum` itself gives to members.
+_OF_ENUM = {"_value_", "_name_", "__objclass__", "_sort_order_", "_inverted_"}
+
+
+class _EnumParts(NamedTuple):
+    """The parts from which `_make_enum` makes an enum. The attributes of the enum and of its members are set afterwards."""
+
+    metaclass: type
+    bases: tuple[type, ...]
+    name: str
+    qualified_name: str
+    module: str
+    #: Value and data of each member and alias, by name.
+    members: Mapping[str, tuple[Any, _Data]]
+    #: See `enum.FlagBoundary`; `None`: that of the base class, or Python 3.10.
+    boundary: Any
+
+
+def _reduce_enum(kind: type[Enum], arguments: Any, state: Any) -> Any:
+    """Return the callable that makes an enum, its arguments and its state, from those of cloudpickle.
+
+    The state is a pair: the attributes of the enum by name, and those of its members by name of the member.
+    """
+    bases, name, qualified_name, _, module, *_ = arguments
+    members = kind.__members__
+    found, _ = state
+    boundary = getattr(kind, "_boundary_", None)
+    boundary = None if boundary is getattr(bases[-1], "_boundary_", None) else boundary
+    made_of = {each: (member._value_, _member_data(member)) for each, member in members.items()}
+    held = {
+        each: own
+        for each, member in members.items()
+        if (own := {k: v for k, v in vars(member).items() if k not in _OF_ENUM})
+    }
+    attributes = {k: v for k, v in found.items() if k not in members}
+    parts = _EnumParts(type(kind), bases, name, qualified_name, module, made_of, boundary)
+    return _make_enum, tuple(parts), (attributes, held)
+
+
+def _member_data(member: Enum) -> _Data:
+    """Return how the data of a member, as in `class Level(int, Enum)`, is made."""
+    for base in type(member)._member_type_.__mro__:  # type: ignore[attr-defined]
+        if hasattr(vars(base).get("__new__"), "__self__"):
+            break
+    if hasattr(base, "__getnewargs__"):
+        return base, base.__getnewargs__(member)
+    if base.__reduce__ is not object.__reduce__:
+        return base, base.__reduce__(member)[1]
+    return base, ()
+
+
+class _Member:
+    """A member's value and data, in the place of what the script gives to `__new__` and `__init__`."""
+
+    def __init__(self, value: Any, data: _Data) -> None:
+        self.value = value
+        self.base, self.arguments = data
+
+
+def _new_member(kind: Any, member: Any) -> Any:
+    # Of an enum of tuples, `enum` passes all arguments as one tuple.
+    while isinstance(member, tuple):
+        (member,) = member
+    made = member.base.__new__(kind, *member.arguments)
+    made._value_ = member.value
+    return made
+
+
+def _init_member(member: Any, *_: Any) -> None:
+    """Do nothing: the attributes that the script's `__init__` sets are sent."""
+
+
+#: Attributes of an enum while it is made, so that nothing of the script runs. Those of the script are set later.
+_MEANWHILE = {"__new__": _new_member, "__init__": _init_member, "__reduce_ex__": Enum.__reduce_ex__}
+
+
+def _make_enum(*parts: Any) -> type:
+    """Return an enum without the attributes of the enum and its members, from the arguments that `_reduce_enum` returns."""
+    metaclass, bases, name, qualified_name, module, members, boundary = _EnumParts(*parts)
+    body: Any = EnumMeta.__prepare__(name, bases)
+    for each, (value, data) in members.items():
+        body[each] = _Member(value, data)
+    for each, function in _MEANWHILE.items():
+        body[each] = function
+    options = {} if boundary is None else {"boundary": boundary}
+    made: type = EnumMeta.__new__(metaclass, name, bases, body, **options)
+    # By `is`: a member's data may have an `==` of its own.
+    for each, value in [*vars(made).items()]:
+        if any(value is function for function in _MEANWHILE.values()):
+            type.__delattr__(made, each)
+    made.__module__, made.__qualname__ = module, qualified_name
+    return made

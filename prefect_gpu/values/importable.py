@@ -66,7 +66,7 @@ def _may_be_private(name: str, folders: set[str]) -> bool:
     if known is not None and known[0] == id(module):
         return not known[1]
     loader, file = getattr(look_at(name, "__spec__"), "loader", None), look_at(name, "__file__")
-    if not _is_of_python(loader):
+    if _home_of(loader) not in _OF_PYTHON:
         return True
     # Without a file: built in, frozen, or a folder without `__init__`. Else a folder of `sys.path` must have the file.
     place = os.path.dirname(file) if isinstance(file, str) else None
@@ -79,9 +79,10 @@ def users_modules() -> tuple[str, ...]:
     return tuple(sorted(name for name in users if is_importable(name)))
 
 
-def _is_of_python(loader: Any) -> bool:
-    kind = loader if isinstance(loader, type) else type(loader)
-    return kind.__module__.partition(".")[0] in _OF_PYTHON
+def _home_of(finder: Any) -> str:
+    """Return the top-level module that defines a finder or loader."""
+    kind = finder if isinstance(finder, type) else type(finder)
+    return kind.__module__.partition(".")[0]
 
 
 def _find(module_name: str) -> bool:
@@ -98,7 +99,7 @@ def _find(module_name: str) -> bool:
     file: str | None = look_at(module_name, "__file__")
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)
-        if find_spec is None or _is_private(finder):
+        if find_spec is None or _is_private(_home_of(finder)):
             continue
         try:
             spec: importlib.machinery.ModuleSpec | None = find_spec(module_name, path)
@@ -113,10 +114,8 @@ def _find(module_name: str) -> bool:
     return False
 
 
-def _is_private(finder: Any) -> bool:
-    """Return whether a finder was defined in a private module."""
-    kind = finder if isinstance(finder, type) else type(finder)
-    root = kind.__module__.partition(".")[0]
+def _is_private(root: str) -> bool:
+    """Return whether a top-level module that defines a finder is private."""
     if root in _OF_PYTHON:
         return False
     # Not `is_importable`, which would ask this finder.

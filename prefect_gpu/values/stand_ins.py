@@ -145,18 +145,13 @@ def install(private: Iterable[str], users: Iterable[str]) -> None:
     AfterImport({name: functools.partial(_ask_for_missing, name) for name in users}).install()
 
 
-def _has_submodule(package: str, name: str) -> bool:
-    path = look_at(package, "__path__")
-    find_spec = importlib.machinery.PathFinder.find_spec
-    return path is not None and find_spec(f"{package}.{name}", path) is not None
-
-
 def _ask_for_missing(name: str) -> None:
     module = sys.modules[name]
 
     def ask(attribute: str) -> Any:
+        path, find_spec = look_at(name, "__path__"), importlib.machinery.PathFinder.find_spec
         # For a submodule, `from package import module` imports it next.
-        if attribute.startswith("__") or _has_submodule(name, attribute):
+        if attribute.startswith("__") or (path and find_spec(f"{name}.{attribute}", path)):
             raise _absent(name, attribute)
         return vars(module).setdefault(attribute, fetch(name, attribute))
 

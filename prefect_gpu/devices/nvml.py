@@ -1,4 +1,4 @@
-"""NVIDIA GPUs and MIG instances, read through NVML. `visible` applies `CUDA_VISIBLE_DEVICES`.
+"""NVIDIA GPUs and MIG instances, read through NVML, as far as `CUDA_VISIBLE_DEVICES` allows them.
 
 Only this module imports `pynvml`. It creates no CUDA context and changes nothing.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,16 +20,9 @@ from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import HostMemory, read_host_memory, read_machine
 from prefect_gpu.devices.process_tree import ProcessTable
 from prefect_gpu.devices.reader import DeviceReader
-from prefect_gpu.devices.visible import Candidate, find_devices, parse_visible
 from prefect_gpu.errors import DeviceError
 from prefect_gpu.measurements import UnitUse
-from prefect_gpu.scheduling.model import (
-    Device,
-    DeviceKind,
-    DeviceSnapshot,
-    DeviceWork,
-    ProcessUse,
-)
+from prefect_gpu.scheduling.model import Device, DeviceKind, DeviceSnapshot, DeviceWork, ProcessUse
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +47,8 @@ UNITS_S = 0.1
 #: Seconds between restarts of NVML (tens of milliseconds) while all devices fail. A lost GPU rarely comes back.
 REOPEN_INTERVAL_S = 5.0
 
+_INDEX = re.compile(r"[0-9]+")
+_LEGACY_MIG = re.compile(r"MIG-(GPU-[0-9a-f-]+)/([0-9]+)/([0-9]+)", re.IGNORECASE)
 
 #: Errors of NVML itself, rather than of one device.
 _FATAL = ("UNINITIALIZED", "DRIVER_NOT_LOADED", "LIBRARY_NOT_FOUND", "LIB_RM_VERSION_MISMATCH")
@@ -69,6 +65,18 @@ class _Memory:
     reserved_bytes: int = 0
     #: Whether the GPU has no memory of its own: the figures are the host's.
     unified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A device that CUDA could use: a whole GPU, or a MIG instance."""
+
+    #: Its UUID is `GPU-…` or `MIG-…`. Instances of one GPU share its `nvml_index`, the position on the PCI bus.
+    device: Device
+    #: UUID of the whole GPU.
+    gpu_uuid: str
+    #: MIG ids of an instance, the GPU instance's first; `None` for a whole GPU.
+    ids: tuple[int, int] | None = None
 
 
 class NvmlReader(DeviceReader):
@@ -171,7 +179,8 @@ class NvmlReader(DeviceReader):
                 gpu = pynvml.nvmlDeviceGetHandleByIndex(gpu_index)
                 gpu_uuid = pynvml.nvmlDeviceGetUUID(gpu)
                 gpu_name = pynvml.nvmlDeviceGetName(gpu)
-                if _read_compute_mode(gpu) != pynvml.NVML_COMPUTEMODE_DEFAULT:
+                mode = _ask(pynvml.nvmlDeviceGetComputeMode, gpu)
+                if mode not in (None, pynvml.NVML_COMPUTEMODE_DEFAULT):
                     self._restricted.append(gpu_index)
                 for handle, ids in _parts(gpu):
                     uuid = gpu_uuid if ids is None else pynvml.nvmlDeviceGetUUID(handle)
@@ -226,7 +235,8 @@ class NvmlReader(DeviceReader):
             handle = self._handles[device.uuid]
             memory = self._read_memory(handle)
             processes = self._read_processes(handle, roots, memory.unified)
-            busy_fraction = _read_busy(handle)
+            # Only the choice between devices that fit depends on it. MIG and some drivers do not report it.
+            rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
             work = self._read_work(device, handle, roots)
         except pynvml.NVMLError as error:
             self._handles.pop(device.uuid, None)
@@ -240,7 +250,7 @@ class NvmlReader(DeviceReader):
             free_bytes=memory.free_bytes,
             system_reserved_bytes=memory.reserved_bytes,
             processes=processes,
-            busy_fraction=busy_fraction,
+            busy_fraction=None if rates is None else min(int(rates.gpu), 100) / 100,
             work=work,
         )
 
@@ -273,7 +283,9 @@ class NvmlReader(DeviceReader):
         whole = max(1.0, sum(busy.values()))
         parts = {root: part / whole for root, part in busy.items()}
         units = self._units.setdefault(device.uuid, _UnitCounters()).read(handle, self._clock.now())
-        return DeviceWork(parts, _read_energy(handle), units)
+        # Millijoules, from Volta on.
+        energy = _ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+        return DeviceWork(parts, None if energy is None else float(energy) / 1000, units)
 
     def _read_memory(self, handle: Handle) -> _Memory:
         # Version 2 reports the driver's own part separately. Older drivers have version 1.
@@ -400,29 +412,10 @@ def _name_instance(handle: Handle, gpu_name: str) -> str:
     return name if "MIG" in name else f"{name} MIG"
 
 
-def _read_busy(handle: Handle) -> float | None:
-    """Return the fraction of time in which a device computed; `None`: unknown (MIG, some drivers)."""
+def _ask(function: Callable[[Handle], Any], handle: Handle) -> Any:
+    """Return the answer of an NVML function about a device; `None`: the device or the driver has none."""
     try:
-        percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError as error:
-        _raise_if_lost(error)
-        # Only the choice between devices that fit depends on it.
-        return None
-    return min(percent, 100) / 100
-
-
-def _read_compute_mode(gpu: Handle) -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetComputeMode(gpu))
-    except pynvml.NVMLError as error:
-        _raise_if_lost(error)
-        return int(pynvml.NVML_COMPUTEMODE_DEFAULT)
-
-
-def _read_energy(handle: Handle) -> float | None:
-    """Return the energy in joules since the driver was loaded; `None`: unknown (before Volta)."""
-    try:
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+        return function(handle)
     except pynvml.NVMLError as error:
         _raise_if_lost(error)
         return None
@@ -462,3 +455,53 @@ def _codes(*names: str) -> tuple[int, ...]:
 
 def _say(error: Any) -> str:
     return f"{error} (NVML error {error.value})"
+
+
+# `CUDA_VISIBLE_DEVICES`, by CUDA's own rules. Pure.
+
+
+def parse_visible(
+    value: str | None, candidates: Sequence[Candidate]
+) -> tuple[tuple[Candidate, ...], str]:
+    """Return the devices that a value of `CUDA_VISIBLE_DEVICES` names, and why devices are missing; empty: none is.
+
+    `candidates` are in PCI bus order; `None` as value allows all. CUDA ends the list at the first entry that names no
+    device (users write `-1`, `none` or `NoDevFiles`), and sees no device if one is named twice. The index or UUID of a
+    GPU in MIG mode makes all of its instances visible: CUDA uses one per process, but each can be used.
+    """
+    if value is None:
+        return tuple(candidates), ""
+    if not value.strip():
+        return (), "it is empty"
+    chosen: list[Candidate] = []
+    reason = ""
+    for entry in (part.strip() for part in value.split(",")):
+        found = find_devices(entry, candidates)
+        if not found:
+            reason = f"{entry!r} names no device here, and CUDA ignores all that follows it"
+            break
+        chosen += found
+    repeated = next((found for found in chosen if chosen.count(found) > 1), None)
+    if repeated is not None:
+        return (), f"it names {repeated.device.uuid} twice, and CUDA then sees no device"
+    return tuple(chosen), reason
+
+
+def find_devices(entry: str, candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the devices of an entry: index, UUID or unique UUID prefix. Several devices only for a GPU in MIG mode."""
+    if _INDEX.fullmatch(entry):
+        return tuple(c for c in candidates if c.device.nvml_index == int(entry))
+    if legacy := _LEGACY_MIG.fullmatch(entry):
+        wanted = (legacy[1].lower(), (int(legacy[2]), int(legacy[3])))
+        return tuple(c for c in candidates if (c.gpu_uuid.lower(), c.ids) == wanted)
+    prefix = entry.lower()
+    if not prefix.startswith(("gpu-", "mig-")):
+        return ()
+    # Instances of one GPU share the name of the GPU.
+    named = {c.gpu_uuid if prefix.startswith("gpu-") else c.device.uuid for c in candidates}
+    fitting = [name for name in named if name.lower() == prefix] or [
+        name for name in named if name.lower().startswith(prefix)
+    ]
+    if len(fitting) != 1:
+        return ()
+    return tuple(c for c in candidates if fitting[0] in (c.device.uuid, c.gpu_uuid))

@@ -101,7 +101,9 @@ class ProcessTable:
             return ()
         started_s = self._clock.now()
         if started_s >= self._scan_due_s:
-            self._members = self._scan(roots)
+            parent_of = functools.cache(self.processes.parent_of)
+            found = (p for p in self.processes.pids() if self.root_of(p, roots, parent_of))
+            self._members = frozenset(found)
             took_s = self._clock.now() - started_s
             self._scan_due_s = started_s + max(SCAN_INTERVAL_S, SCAN_SHARE * took_s)
         uses = []
@@ -112,10 +114,3 @@ class ProcessTable:
             if used_bytes:
                 uses.append(ProcessUse(pid, root, used_bytes))
         return tuple(uses)
-
-    def _scan(self, roots: Collection[int]) -> frozenset[int]:
-        """Return the ids of all processes that belong to the roots."""
-        parent_of = functools.cache(self.processes.parent_of)
-        return frozenset(
-            pid for pid in self.processes.pids() if self.root_of(pid, roots, parent_of) is not None
-        )

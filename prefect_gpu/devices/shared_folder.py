@@ -151,7 +151,11 @@ class SharedFolder:
             if not _try_lock(descriptor):
                 os.close(descriptor)
                 return None
-            if self._is_there(name, descriptor):
+            try:
+                is_there = os.path.samestat(os.lstat(self.path / name), os.fstat(descriptor))
+            except OSError:
+                is_there = False
+            if is_there:
                 hold = Hold(descriptor)
                 hold.beat()
                 with self._lock:
@@ -160,14 +164,6 @@ class SharedFolder:
             # The last holder removed the file after this process had opened it.
             os.close(descriptor)
         raise OSError(f"{self.path / name} is removed or replaced again and again")
-
-    def _is_there(self, name: str, descriptor: int) -> bool:
-        """Return whether an open file is still the one with its name."""
-        try:
-            found = os.lstat(self.path / name)
-        except OSError:
-            return False
-        return os.path.samestat(found, os.fstat(descriptor))
 
     def hold_one(self, name: str, most: int) -> Hold | None:
         """Lock one of `most` files, as a semaphore of all processes of the machine; `None`: all files are locked."""

@@ -123,8 +123,12 @@ class SimulatedDevices:
             )
         object.__setattr__(self, "sizes_bytes", _parse_sizes(sizes))
         object.__setattr__(self, "name", name)
-        object.__setattr__(self, "context_bytes", 0 if context is None else _parse_context(context))
         object.__setattr__(self, "text", devices)
+        try:
+            context_bytes = 0 if context is None else parse_bytes(context)
+        except ValueError as error:
+            raise DeviceError(f"context of simulated devices: {error}; accepted: 512MiB") from error
+        object.__setattr__(self, "context_bytes", context_bytes)
         too_small = [size for size in self.sizes_bytes if size < self.context_bytes]
         if too_small:
             raise DeviceError(
@@ -161,13 +165,6 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
             f"simulated devices {text!r}: {error}; accepted: {SIMULATED_ACCEPTED}"
         ) from error
     return tuple(sizes)
-
-
-def _parse_context(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise DeviceError(f"context of simulated devices: {error}; accepted: 512MiB") from error
 
 
 #: Used bytes by device UUID and process id.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefect_gpu.devices.visible import Candidate, parse_visible
+from prefect_gpu.devices.nvml import Candidate, parse_visible
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB
 

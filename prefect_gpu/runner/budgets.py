@@ -2,7 +2,7 @@
 
 A history holds the runs of one task on one device model, with equal `gpu:learn_by` values. While it is empty, the budget
 is estimated from the histories of other values. A probe is a first run for which neither shows a need. Which probes may be
-placed is decided in `broker.opening`. The formulas are in `scheduling.history` and `scheduling.estimate`, kept runs in
+placed is decided in `broker.opening`. The formulas are in `scheduling.history`, kept runs in
 `reports.history`, budgets after an out-of-memory in `submission`.
 """
 
@@ -20,7 +20,6 @@ from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.reports.model import BudgetSource, TaskReport, past_run
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling import history
-from prefect_gpu.scheduling.estimate import distance, estimate
 from prefect_gpu.scheduling.history import HistoryKey, HistoryStore, LearnedBudget, Line, PastRun
 from prefect_gpu.scheduling.model import NEVER_BYTES, Device, Memory, ModelBudgets
 from prefect_gpu.settings import read_settings
@@ -172,7 +171,7 @@ class BudgetBook:
         """Yield histories that can be estimated now that a history has a need, each once."""
         for line in key.lines:
             waiting = self._unknown.on(key, line)
-            away = [(distance(value, line.value), value, other) for other, value in waiting]
+            away = [(history.distance(value, line.value), value, other) for other, value in waiting]
             for *_, other in heapq.nsmallest(MOST_TOLD, away, lambda each: each[:2]):
                 if self._estimate(other, self._seen) is not None:
                     self._unknown.discard(other)
@@ -192,7 +191,7 @@ class BudgetBook:
             by_value: dict[float, list[HistoryKey]] = {}
             for other, value in own if len(own) > 1 else there:
                 by_value.setdefault(value, []).append(other)
-            made = estimate(line.value, by_value, partial(_largest, by_value, read))
+            made = history.estimate(line.value, by_value, partial(_largest, by_value, read))
             if made is not None:
                 words = ", ".join(f"{value:.12g}" for value in made.values)
                 found.append((made.distance, made.budget, f"{line.parameter} {words}"))

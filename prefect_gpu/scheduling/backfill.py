@@ -129,27 +129,26 @@ def spare_bytes(state: DeviceState, blocked: Request, starts_s: float, max_tasks
     return state.free_bytes + sum(ended) - need if tasks < max_tasks else -1
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A blocked request for which a device is kept."""
+class _Blocked(NamedTuple):
+    """A blocked request."""
 
     #: Position among the blocked requests of this pass.
-    rank: int
-    request: Request
-    starts_s: float
-    #: Result of the function `spare_bytes`; `None`: not computed since the last placement on the device.
-    spare_bytes: int | None = None
-
-
-class _Passable(NamedTuple):
-    """A blocked request that later requests may pass."""
-
     rank: int
     request: Request
     #: Devices that the request's tags name; `None`: any.
     named: Named | None
     #: Whether the request is blocked for an unknown reason, so that no device can be kept for it.
-    unknown: bool = False
+    unknown: bool
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A device that is kept for a blocked request."""
+
+    blocked: _Blocked
+    starts_s: float
+    #: Result of the function `spare_bytes`; `None`: not computed since the last placement on the device.
+    spare_bytes: int | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -167,8 +166,9 @@ class Backfill:
     all_drain: bool = False
     #: Statuses that this pass has changed, by request id.
     statuses: dict[str, BlockedStatus] = field(default_factory=dict)
-    _passable: list[_Passable] = field(default_factory=list)
-    _blocked: int = 0
+    #: Blocked requests that later requests may pass.
+    _passable: list[_Blocked] = field(default_factory=list)
+    _number: int = 0
 
     def allows(self, at: int, request: Request) -> bool:
         """Return whether a later request may start on device `at`. The caller has checked that it fits there."""
@@ -183,7 +183,7 @@ class Backfill:
         # The later request may still run when the blocked one starts. Many requests ask: the bytes are computed once.
         if kept.spare_bytes is None:
             most = self._board.max_tasks_on(state)
-            kept.spare_bytes = spare_bytes(state, kept.request, kept.starts_s, most)
+            kept.spare_bytes = spare_bytes(state, kept.blocked.request, kept.starts_s, most)
         return need <= kept.spare_bytes
 
     def block(self, request: Request, named: Named | None, unknown: bool = False) -> None:
@@ -191,33 +191,33 @@ class Backfill:
 
         `named` are the devices that the request's tags name; `None`: any. `unknown`: it waits for an unknown reason.
         """
-        rank = self._blocked
-        self._blocked += 1
+        blocked = _Blocked(self._number, request, named, unknown)
+        self._number += 1
         status = self._before.get(request.id, _NEW)
         if unknown:
             if status._replace(kept=()).is_over(self._patience, self._now_s):
-                self._drain(request, named)
+                self._drain(blocked)
             else:
-                self._passable.append(_Passable(rank, request, named, unknown))
+                self._passable.append(blocked)
             return
         if request.returns and self._patience.passes:
-            self._keep_for_return(rank, request, named, status)
+            self._keep_for_return(blocked, status)
             return
         over = status.is_over(self._patience, self._now_s)
         if status.kept and not over:
-            if self._keep(rank, request, status):
+            if self._keep(blocked, status):
                 return
             self.statuses[request.id] = status._replace(kept=(), starts_s=None, looked_s=None)
         elif status.kept:
-            self._drain(request, named)
+            self._drain(blocked)
             return
-        if (over or rank < self._patience.heads) and self._patience.passes:
-            if self._keep_soonest(rank, request, named):
+        if (over or blocked.rank < self._patience.heads) and self._patience.passes:
+            if self._keep_soonest(blocked):
                 return
         if over:
-            self._drain(request, named)
+            self._drain(blocked)
         else:
-            self._passable.append(_Passable(rank, request, named))
+            self._passable.append(blocked)
 
     def count_passes(self, chosen: Sequence[int]) -> None:
         """Count a placement on the devices `chosen` as a pass of all blocked requests that it may delay."""
@@ -234,25 +234,24 @@ class Backfill:
             self.statuses[request.id] = status
             if status.passed >= self._patience.passes:
                 self._passable.remove(blocked)
-                if blocked.unknown or not self._keep_soonest(blocked.rank, request, blocked.named):
-                    self._drain(request, blocked.named)
+                if blocked.unknown or not self._keep_soonest(blocked):
+                    self._drain(blocked)
 
     def _status(self, request: Request) -> BlockedStatus:
         return self.statuses.get(request.id) or self._before.get(request.id, _NEW)
 
-    def _could_use(self, blocked: _Passable, chosen: Sequence[int]) -> bool:
+    def _could_use(self, blocked: _Blocked, chosen: Sequence[int]) -> bool:
         """Return whether a placement on the devices `chosen` may delay a blocked request."""
-        rank, request, named, _ = blocked
         for at in chosen:
             kept = self.kept.get(at)
-            if kept is not None and kept.rank < rank:
+            if kept is not None and kept.blocked.rank < blocked.rank:
                 # An earlier blocked request, for which the device is kept, delays this one in any case.
                 continue
-            if self._board.could_use(request, named, at):
+            if self._board.could_use(blocked.request, blocked.named, at):
                 return True
         return False
 
-    def _keep(self, rank: int, request: Request, status: BlockedStatus) -> bool:
+    def _keep(self, blocked: _Blocked, status: BlockedStatus) -> bool:
         """Keep the devices in `status.kept`; return `False` if one is gone, broken, too small or already kept."""
         assert status.starts_s is not None
         found: dict[int, _Kept | None] = {}
@@ -265,22 +264,20 @@ class Backfill:
                 if self.kept[at] is not None:
                     return False
                 continue
-            if self._board.states[at].snapshot.error or not could_hold(
-                request, self._board.states[at]
-            ):
+            state = self._board.states[at]
+            if state.snapshot.error or not could_hold(blocked.request, state):
                 return False
-            found[at] = _Kept(rank, request, status.starts_s)
+            found[at] = _Kept(blocked, status.starts_s)
         self.kept.update(found)
         return True
 
-    def _keep_for_return(
-        self, rank: int, request: Request, named: Named | None, status: BlockedStatus
-    ) -> None:
+    def _keep_for_return(self, blocked: _Blocked, status: BlockedStatus) -> None:
         """Keep devices for the return of a suspended process, where it can resume soonest."""
+        request = blocked.request
         if status.starts_s is not None and self._now_s < status.starts_s:
-            if self._keep(rank, request, status):
+            if self._keep(blocked, status):
                 return
-        if self._keep_soonest(rank, request, named):
+        if self._keep_soonest(blocked):
             # Without `since_s` there is no time limit: a return never drains all devices that it could use.
             self.statuses[request.id] = self.statuses[request.id]._replace(since_s=None)
             return
@@ -288,7 +285,7 @@ class Backfill:
         before = {positions[key] for key in status.kept if key in positions}
         usable = [
             (at not in before, at in self.kept, -states[at].free_bytes, at)
-            for at in self._board.usable(request, named)
+            for at in self._board.usable(request, blocked.named)
             # Devices that drain for an earlier request are left out.
             if not states[at].snapshot.error and self.kept.get(at, request) is not None
         ]
@@ -298,15 +295,15 @@ class Backfill:
         keys = tuple(states[at].device.key for _, at in best)
         self.statuses[request.id] = self._status(request)._replace(kept=keys, starts_s=None)
 
-    def _keep_soonest(self, rank: int, request: Request, named: Named | None) -> bool:
+    def _keep_soonest(self, blocked: _Blocked) -> bool:
         """Keep the devices of one node where a request is expected to start soonest; return whether there are any."""
-        now_s = self._now_s
+        request, now_s = blocked.request, self._now_s
         status = self._status(request)
         soon = status.looked_s is not None and now_s < status.looked_s + RETRY_S
         if soon or self.all_drain:
             return False
         self.statuses[request.id] = status = status._replace(looked_s=now_s)
-        times = self._first_on_one_node(request, sorted(self._ready_times(request, named)))
+        times = self._first_on_one_node(request, sorted(self._ready_times(blocked)))
         if len(times) < request.count:
             return False
         self.statuses[request.id] = status = status._replace(
@@ -314,7 +311,7 @@ class Backfill:
             kept=tuple(self._board.states[at].device.key for _, at in times),
             starts_s=times[-1][0],
         )
-        return self._keep(rank, request, status)
+        return self._keep(blocked, status)
 
     def _first_on_one_node(
         self, request: Request, times: list[tuple[float, int]]
@@ -331,21 +328,21 @@ class Backfill:
                 return on_node
         return []
 
-    def _ready_times(self, request: Request, named: Named | None) -> list[tuple[float, int]]:
+    def _ready_times(self, blocked: _Blocked) -> list[tuple[float, int]]:
         """Return the known expected start times of a request, in monotonic seconds, each with the device's position."""
         board = self._board
         times: list[tuple[float, int]] = []
-        for at in board.usable(request, named):
+        for at in board.usable(blocked.request, blocked.named):
             state = board.states[at]
             if at in self.kept or state.snapshot.error:
                 continue
-            time_s = ready_s(request, state, self._now_s, board.max_tasks_on(state))
+            time_s = ready_s(blocked.request, state, self._now_s, board.max_tasks_on(state))
             if time_s is not None:
                 times.append((time_s, at))
         return times
 
-    def _drain(self, request: Request, named: Named | None) -> None:
-        self.kept.update(dict.fromkeys(self._board.usable(request, named)))
+    def _drain(self, blocked: _Blocked) -> None:
+        self.kept.update(dict.fromkeys(self._board.usable(blocked.request, blocked.named)))
         self._note_drained()
 
     def _note_drained(self) -> None:

@@ -20,6 +20,7 @@ from prefect_gpu.scheduling.model import DeviceKey, Placement, Request, Reservat
 from prefect_gpu.scheduling.placement import (
     Board,
     PlacementStyle,
+    devices_of,
     fits_now,
     need_bytes,
     select_devices,
@@ -137,11 +138,7 @@ def find_stuck(waiting: Iterable[Request], scene: Scene, lends: bool) -> set[str
 
 def _could_start(request: Request, scene: Scene, staying: Collection[str], lends: bool) -> bool:
     """Return whether a request could start once all tasks except `staying` have ended."""
-    try:
-        eligible = select_devices(request, scene.states)
-    except PlacementError:
-        # The next pass refuses it.
-        return True
+    eligible = devices_of(request, scene.states)
     lenders = _lenders(request, scene) if lends else frozenset()
     found = 0
     for state in eligible:
@@ -158,21 +155,15 @@ def _could_start(request: Request, scene: Scene, staying: Collection[str], lends
         empty = DeviceState(state.snapshot, free, 0, state.capacity_bytes, beside)
         # A device that does not answer may answer again.
         found += bool(state.snapshot.error) or fits_now(request, empty)
-    return found >= request.count
+    return not eligible or found >= request.count
 
 
 def _is_quiet(request: Request, scene: Scene) -> bool:
     """Return whether each task on a request's devices waits, and no task submitted inside such a task runs."""
     busy = {a for i, h in scene.holders.items() if not h.waits for a in (i, *h.ancestors)}
-    try:
-        states = select_devices(request, scene.states)
-    except PlacementError:
-        return False
-    return all(
-        scene.waits(each.request_id) and each.request_id not in busy
-        for state in states
-        for each in state.reservations
-    )
+    states = devices_of(request, scene.states)
+    held = [each.request_id for state in states for each in state.reservations]
+    return bool(states) and all(scene.waits(each) and each not in busy for each in held)
 
 
 def _lenders(request: Request, scene: Scene) -> frozenset[str]:

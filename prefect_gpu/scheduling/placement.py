@@ -89,7 +89,7 @@ class Board:
     @cached_property
     def several_nodes(self) -> bool:
         """Whether the devices are on more than one node."""
-        return have_several_nodes(self.states)
+        return len(self.nodes) > 1
 
     @cached_property
     def nodes(self) -> Mapping[str, Sequence[int]]:
@@ -247,7 +247,6 @@ class Board:
 
     def place(self, request: Request, chosen: Sequence[int], now_s: float = 0.0) -> Placement:
         """Book a request on devices chosen by `choose`; return its placement on them, in that order."""
-        ends_s = None if request.expected_s is None else now_s + request.expected_s
         reservations: list[Reservation] = []
         # A probe has one cap for all its devices: frameworks that take a fraction take the same fraction of each.
         caps = [
@@ -255,23 +254,10 @@ class Board:
             for at in chosen
             if shares(request, self.states[at])
         ]
+        cap = min((each for each in caps if each is not None), default=None)
         for at in chosen:
-            state = self.states[at]
-            need = need_bytes(request, state)
-            device = state.snapshot.device
-            cap = min((each for each in caps if each is not None), default=None)
-            reservation = Reservation(
-                request.id,
-                *device.key,
-                cap if cap is not None else state.free_bytes if need is None else need,
-                request.exclusive or (need is None and cap is None),
-                request.task_name,
-                ends_s,
-                probe=None if cap is None else probe_of(request, state, cap, now_s),
-                fills=request.fills,
-            )
-            reservations.append(reservation)
-            self._book(at, reservation)
+            reservations.append(reservation_for(request, self.states[at], now_s, cap))
+            self._book(at, reservations[-1])
         # The placed request uses one ready standby of its node.
         node, ready = self.states[chosen[0]].device.host, self._standbys.get(request.standby, {})
         if node in ready:
@@ -344,11 +330,6 @@ PlacementStyle = Literal["spread", "pack"]
 LEAST_WHOLE_BYTES = 2 * GIB
 
 
-def have_several_nodes(states: Iterable[DeviceState]) -> bool:
-    """Return whether devices are on more than one node."""
-    return len({state.snapshot.device.host for state in states}) > 1
-
-
 def select_devices(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
     """Return the devices that a request may use, in the order of its tag.
 
@@ -358,6 +339,14 @@ def select_devices(request: Request, states: Sequence[DeviceState]) -> list[Devi
     if not request.devices and not request.nodes:
         return list(states)
     return [state for state, _ in _select(request, states)]
+
+
+def devices_of(request: Request, states: Sequence[DeviceState]) -> list[DeviceState]:
+    """Return the result of `select_devices`; empty: a named device or node does not exist, so the next pass refuses it."""
+    try:
+        return select_devices(request, states)
+    except PlacementError:
+        return []
 
 
 def _select(request: Request, states: Sequence[DeviceState]) -> list[tuple[DeviceState, int]]:
@@ -449,10 +438,27 @@ def need_bytes(request: Request, state: DeviceState) -> int | None:
     return need
 
 
+def reservation_for(
+    request: Request, state: DeviceState, now_s: float, cap_bytes: int | None = None
+) -> Reservation:
+    """Return the reservation of a request that starts now on a device. `cap_bytes`: of a probe that shares the device."""
+    need = need_bytes(request, state) if cap_bytes is None else cap_bytes
+    return Reservation(
+        request.id,
+        *state.device.key,
+        state.free_bytes if need is None else need,
+        request.exclusive or need is None,
+        request.task_name,
+        None if request.expected_s is None else now_s + request.expected_s,
+        probe=None if cap_bytes is None else probe_of(request, state, cap_bytes, now_s),
+        fills=request.fills,
+    )
+
+
 def check_possible(request: Request, states: Sequence[DeviceState]) -> None:
     """Raise `PlacementError` if a request can never be placed, even on empty devices. `states` has all devices."""
     eligible = select_devices(request, states)
-    several = have_several_nodes(eligible)
+    several = len({state.device.host for state in eligible}) > 1
     # The devices of one request must be of one group.
     groups: dict[str, list[DeviceState]] = {}
     for state in eligible:

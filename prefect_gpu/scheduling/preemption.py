@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling import placement
 from prefect_gpu.scheduling.backfill import ready_s
 from prefect_gpu.scheduling.memory import DeviceState
@@ -119,7 +118,14 @@ def plan(
     asked = {task.suspended_for for task in running.values() if task.suspended_for}
     if not asked and not any(task.preemptible for task in running.values()):
         return []
-    machine = _Machine(states, running, host_room_bytes, now_s, max_tasks, refuses)
+    machine = _Machine(
+        {state.device.key: state for state in states},
+        running,
+        {host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()},
+        now_s,
+        math.inf if max_tasks is None else max_tasks,
+        refuses,
+    )
     plans: list[Plan] = []
     helpless: set[tuple[int, Shape]] = set()
     for request in blocked:
@@ -166,37 +172,29 @@ def _rank(choices: Sequence[_Choice]) -> tuple[float, int, int]:
     return _cost_s(_new(choices)), sum(not each.moves for each in suspended), len(suspended)
 
 
+@dataclass(eq=False, repr=False)
 class _Machine:
-    """The devices as they are once earlier plans of the pass are carried out. Arguments as for `plan`."""
+    """The devices as they are once earlier plans of the pass are carried out."""
 
-    def __init__(
-        self,
-        states: Iterable[DeviceState],
-        running: Mapping[str, Running],
-        host_room_bytes: Mapping[str, int],
-        now_s: float,
-        max_tasks: int | None,
-        refuses: Callable[[Request, str], bool],
-    ) -> None:
-        self._states = {state.device.key: state for state in states}
-        self._running = running
-        self._now_s = now_s
-        self._most = math.inf if max_tasks is None else max_tasks
-        self._refuses = refuses
-        #: Host memory for suspended processes, by `Device.host`.
-        self._host_bytes = {
-            host: room_bytes - HOST_MARGIN_BYTES for host, room_bytes in host_room_bytes.items()
-        }
+    _states: dict[DeviceKey, DeviceState]
+    _running: Mapping[str, Running]
+    #: Host memory for suspended processes, by `Device.host`.
+    _host_bytes: dict[str, int]
+    _now_s: float
+    _most: float
+    _refuses: Callable[[Request, str], bool]
+    #: Devices that later plans may not use.
+    _kept: set[DeviceKey] = field(default_factory=set)
+    #: Devices and suspended tasks of the plans so far.
+    _taken: set[DeviceKey] = field(default_factory=set)
+    _suspended: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
         for state in self._states.values():
             for held in state.reservations:
-                task = running.get(held.request_id)
+                task = self._running.get(held.request_id)
                 if task is not None and (task.suspended_for or task.leaves) and not task.away:
                     self._host_bytes[state.device.host] -= task.moved_bytes
-        #: Devices that later plans may not use.
-        self._kept: set[DeviceKey] = set()
-        #: Devices and suspended tasks of the plans so far.
-        self._taken: set[DeviceKey] = set()
-        self._suspended: set[str] = set()
 
     def keep(self, request: Request) -> None:
         """Exclude the devices where a request is expected to start soonest from later plans."""
@@ -230,14 +228,9 @@ class _Machine:
 
     def _usable(self, request: Request) -> list[DeviceState]:
         """Return the devices that a plan for a request may use, in the order of the request's tag."""
-        try:
-            found = placement.select_devices(request, list(self._states.values()))
-        except PlacementError:
-            # The next pass refuses it.
-            return []
         return [
             state
-            for state in found
+            for state in placement.devices_of(request, list(self._states.values()))
             if state.device.key not in self._kept
             and not state.snapshot.error
             and not self._refuses(request, state.device.host)
@@ -344,19 +337,9 @@ class _Machine:
             states[held.device_key] = _without(states[held.device_key], held)
         for task in _new(chosen):
             self._host_bytes[states[keys[0]].device.host] -= task.moved_bytes
-        ends_s = None if request.expected_s is None else self._now_s + request.expected_s
         for key in keys:
-            state = states[key]
-            need = placement.need_bytes(request, state)
-            booked = Reservation(
-                request.id,
-                *key,
-                state.free_bytes if need is None else need,
-                request.exclusive or need is None,
-                request.task_name,
-                ends_s,
-            )
-            states[key] = state.after(booked)
+            booked = placement.reservation_for(request, states[key], self._now_s)
+            states[key] = states[key].after(booked)
         self._states = states
         self._taken.update(keys)
         self._suspended.update(suspended)

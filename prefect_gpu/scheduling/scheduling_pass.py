@@ -19,7 +19,7 @@ from prefect_gpu.errors import PlacementError
 from prefect_gpu.scheduling import placement
 from prefect_gpu.scheduling.backfill import PATIENCE, Backfill, BlockedStatus, Patience
 from prefect_gpu.scheduling.memory import DeviceState
-from prefect_gpu.scheduling.model import DeviceKey, Placement, Request
+from prefect_gpu.scheduling.model import Placement, Request
 from prefect_gpu.scheduling.placement import Board, Named, least_bytes
 from prefect_gpu.scheduling.reasons import MOST_NAMES, Reason, WaitKind, shown_bytes, shown_names
 
@@ -332,7 +332,7 @@ def explain(
     for lane in sorted(queue.lanes):
         before = bisect.bisect_left(lane, (order_key(request),))
         first = lane[0][1]
-        if before and _may_use_one(first, states, keys):
+        if before and any(s.device.key in keys for s in placement.devices_of(first, states)):
             ahead += before
             tasks[first.task_name, bool(first.origin)] = None
     reason = replace(reason, ahead=ahead, ahead_tasks=tuple(tasks)[: MOST_NAMES + 1])
@@ -365,14 +365,3 @@ def _host_reason(request: Request, states: Sequence[DeviceState], host: HostStat
         return None
     free, at = shown_bytes(host.left_bytes), names[0] if len(names) > 1 else None
     return where(WaitKind.HOST_MEMORY, (request.host_bytes,), free, at)
-
-
-def _may_use_one(request: Request, states: Sequence[DeviceState], keys: set[DeviceKey]) -> bool:
-    """Return whether a request may use at least one of the devices in `keys`."""
-    if not request.devices and not request.nodes:
-        return True
-    try:
-        return any(state.device.key in keys for state in placement.select_devices(request, states))
-    except PlacementError:
-        # The next pass refuses it.
-        return False

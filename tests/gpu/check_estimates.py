@@ -21,8 +21,7 @@ from typing import Any
 from prefect import task
 
 from prefect_gpu import gpu, step
-from prefect_gpu.scheduling.estimate import estimate
-from prefect_gpu.scheduling.history import PastRun, learn
+from prefect_gpu.scheduling.history import PastRun, estimate, learn
 from tests.gpu._checks import (
     gather,
     installed,

@@ -15,8 +15,7 @@ import pytest
 from prefect_gpu.policy import GPUPolicy
 from prefect_gpu.reports.history import MemoryHistory
 from prefect_gpu.runner.budgets import BudgetBook, Grant
-from prefect_gpu.scheduling.estimate import MOST_LOOKS
-from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
+from prefect_gpu.scheduling.history import KEPT_RUNS, MOST_LOOKS, HistoryKey, PastRun, learn
 from prefect_gpu.scheduling.model import ModelBudgets
 from prefect_gpu.units import GIB, MIB
 from tests.cases import cases

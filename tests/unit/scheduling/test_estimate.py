@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.scheduling.estimate import (
+from prefect_gpu.scheduling.history import (
     MOST_ABOVE,
     MOST_BELOW,
     MOST_LOOKS,
     REACH,
+    ROUND_BYTES,
     STRETCH,
+    LearnedBudget,
     estimate,
 )
-from prefect_gpu.scheduling.history import ROUND_BYTES, LearnedBudget
 from prefect_gpu.units import GIB, MIB
 from tests.cases import cases
 

@@ -39,6 +39,15 @@ MODEST_DEFAULTS = {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREAL
 #: Variables with options of PyTorch's allocator. PyTorch 2.9 renamed the first to the second.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+#: Distribution packages of each framework; the first installed one gives the version.
+DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "jax": ("jax",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+    "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
+}
+
 #: Variable of a child: the allocator option that caps its body's processes, except GPU tasks (with own budgets).
 SUBPROCESS_CAP = "PREFECT_GPU_SUBPROCESS_CAP"
 
@@ -309,9 +318,13 @@ class FrameworkAdapter:
         """Return whether a variable is this framework's and may change after its import; `None`: not set. Pure."""
         return name in self.late_variables
 
+    def started(self) -> Any:
+        """Return the framework's module once the framework uses devices, else `None`. Must not start anything."""
+        return None
+
     def has_started(self) -> bool:
-        """Return whether the framework uses devices already, too late to apply a policy. Must not start anything."""
-        return False
+        """Return whether the framework uses devices already, too late to apply a policy."""
+        return self.started() is not None
 
     def counters(self) -> Counters | None:
         """Return the allocator's counters; `None`: the framework has not used a device.
@@ -368,6 +381,18 @@ def imported(name: str, *attributes: str) -> Any:
     """Return a module of `sys.modules`; `None`: missing, or still without `attributes`, as during an import."""
     found = look_at(name, "__dict__") or ()
     return sys.modules.get(name) if all(wanted in found for wanted in attributes) else None
+
+
+@functools.cache
+def framework_version(framework: str) -> str:
+    """Return the installed version of a framework from package metadata, importing nothing; empty: unknown."""
+    # Imported late: it takes 15 ms, and a child does not need it.
+    import importlib.metadata
+
+    for distribution in DISTRIBUTIONS.get(framework, ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return ""
 
 
 def host_value(value: Any) -> Any:

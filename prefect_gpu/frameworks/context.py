@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from prefect_gpu.frameworks.registry import framework_version
+from prefect_gpu.frameworks.adapter import framework_version
 from prefect_gpu.scheduling.model import Device
 from prefect_gpu.units import GIB, MIB
 

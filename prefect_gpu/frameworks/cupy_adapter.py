@@ -31,7 +31,15 @@ class CupyAdapter(adapter.FrameworkAdapter):
         if policy.device_kind != "nvml":
             return
         cupy = import_module("cupy")
-        self._check_devices(cupy, policy)
+        try:
+            found, problem = cupy.cuda.runtime.getDeviceCount(), ""
+        except RuntimeError as error:  # CUDARuntimeError, where there is no device or no driver
+            found, problem = 0, f" ({error})"
+        self.check_devices(
+            policy,
+            found,
+            f"{problem}; the likely reason is a cupy package for another CUDA version than the driver's",
+        )
         # A base class of all streams has the methods.
         for owner in getattr(getattr(cupy.cuda, "Stream", None), "__mro__", ()):
             if "begin_capture" in vars(owner):
@@ -46,7 +54,14 @@ class CupyAdapter(adapter.FrameworkAdapter):
         CuPy counts no peak: `peak_live_bytes` is the memory in use now, and the caller keeps its largest sample.
         """
         cupy = adapter.imported("cupy", "get_default_memory_pool")
-        return None if cupy is None else _read_counters(cupy)
+        if cupy is None:
+            return None
+        pool = cupy.get_default_memory_pool()
+        try:
+            live, held = int(pool.used_bytes()), int(pool.total_bytes())
+        except RuntimeError:  # No device: nothing is held.
+            return None
+        return Counters(live, held, live, held) if held else None
 
     def release_cached(self) -> None:
         """Empty the default pool on the calling thread's device, and the pool of pinned host memory."""
@@ -81,17 +96,6 @@ class CupyAdapter(adapter.FrameworkAdapter):
         _release(cupy)
         return int(cupy.get_default_memory_pool().total_bytes())
 
-    def _check_devices(self, cupy: Any, policy: FrameworkPolicy) -> None:
-        try:
-            found, problem = cupy.cuda.runtime.getDeviceCount(), ""
-        except RuntimeError as error:  # CUDARuntimeError, where there is no device or no driver
-            found, problem = 0, f" ({error})"
-        self.check_devices(
-            policy,
-            found,
-            f"{problem}; the likely reason is a cupy package for another CUDA version than the driver's",
-        )
-
 
 def _take_all(cupy: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
     size = min(caps)
@@ -110,14 +114,3 @@ def _release(cupy: Any) -> None:  # needs a GPU
     cupy.fft.config.get_plan_cache().clear()
     cupy.get_default_memory_pool().free_all_blocks()
     cupy.get_default_pinned_memory_pool().free_all_blocks()
-
-
-def _read_counters(cupy: Any) -> Counters | None:  # needs a GPU
-    pool = cupy.get_default_memory_pool()
-    try:
-        live, held = int(pool.used_bytes()), int(pool.total_bytes())
-    except RuntimeError:  # No device: nothing is held.
-        return None
-    if held == 0:
-        return None
-    return Counters(live, held, live, held)

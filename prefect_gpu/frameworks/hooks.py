@@ -53,22 +53,14 @@ class AfterImport(importlib.abc.MetaPathFinder):
             raise self._failed[fullname]
         if fullname not in self._pending:
             return None
-        spec = self._find_elsewhere(fullname, path, target)
+        finders = list(sys.meta_path)
+        # Finders before this one have found nothing, or are waiting for the same module.
+        others = finders[finders.index(self) + 1 :] if self in finders else finders
+        specs = (f.find_spec(fullname, path, target) for f in others if hasattr(f, "find_spec"))
+        spec = next((each for each in specs if each is not None), None)
         if spec is not None and spec.loader is not None:
             self._hook(spec)
         return spec
-
-    def _find_elsewhere(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        finders = list(sys.meta_path)
-        # Finders before this one have found nothing, or are waiting for the same module.
-        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
-            if hasattr(finder, "find_spec"):
-                spec = finder.find_spec(fullname, path, target)
-                if spec is not None:
-                    return spec
-        return None
 
     def _hook(self, spec: ModuleSpec) -> None:
         loader: Any = spec.loader

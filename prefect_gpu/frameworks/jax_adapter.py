@@ -77,13 +77,15 @@ class JaxAdapter(adapter.FrameworkAdapter):
         """Return `True` for variables that XLA reads when a backend starts."""
         return name.startswith("XLA_PYTHON_CLIENT_") or name in (FRACTION, "NPROC")
 
-    def has_started(self) -> bool:
-        """Return whether a backend of JAX has started."""
-        return _started_jax() is not None
+    def started(self) -> Any:
+        """Return the module `jax` once a backend has started, else `None`."""
+        # Listing JAX's devices would start a backend; there is no public way to look.
+        bridge = imported("jax._src.xla_bridge", "_backends")
+        return imported("jax", "local_devices") if bridge is not None and bridge._backends else None
 
     def counters(self) -> Counters | None:
         """Return the counters of XLA's allocator, summed over all GPUs; `None`: no backend or no GPU in use."""
-        jax = _started_jax()
+        jax = self.started()
         if jax is None:
             return None
         stats = [d.memory_stats() for d in jax.local_devices() if d.platform == "gpu"]
@@ -107,7 +109,7 @@ class JaxAdapter(adapter.FrameworkAdapter):
 
         XLA's allocator keeps its regions until the process ends: only memory of programs outside of them is freed.
         """
-        jax = _started_jax()
+        jax = self.started()
         if jax is not None:
             jax.clear_caches()
 
@@ -160,13 +162,6 @@ def _is_smaller(asked: str | None, cap: str | None) -> bool:
         return 0 < float(asked or "") < float(cap or "")
     except ValueError:
         return False
-
-
-def _started_jax() -> Any:
-    """Return the module `jax` once a backend has started, else `None`."""
-    # Listing JAX's devices would start a backend; there is no public way to look.
-    bridge = imported("jax._src.xla_bridge", "_backends")
-    return imported("jax", "local_devices") if bridge is not None and bridge._backends else None
 
 
 def _start_devices(jax: Any) -> None:  # needs a GPU

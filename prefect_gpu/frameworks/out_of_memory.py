@@ -14,18 +14,11 @@ from typing import Final
 
 from prefect_gpu.units import parse_bytes
 
-#: Framework by the root module of an error class. Such an error is compared with texts of this framework only.
-_OWNERS: Final[Mapping[str, str]] = {
-    "torch": "torch",
-    "tensorflow": "tensorflow",
-    "jax": "jax",
-    "jaxlib": "jax",
-    "cupy": "cupy",
-    "cupy_backends": "cupy",
-    "onnxruntime": "onnxruntime",
-}
+#: Frameworks whose error classes are in a module of another name.
+_OTHER_ROOTS: Final[Mapping[str, str]] = {"jaxlib": "jax", "cupy_backends": "cupy"}
 
 #: Lower-case texts by framework and error class. One must occur in the error; the empty text occurs in every error.
+#: An error of a framework's class is compared with texts of this framework only.
 _CLASSES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "torch": {"OutOfMemoryError": ("",)},
     "tensorflow": {
@@ -163,8 +156,9 @@ def looks_out_of_memory(error: BaseException) -> str:
     bases = type(error).__mro__
     owner = None
     for base in bases:
-        framework = _OWNERS.get(base.__module__.partition(".")[0])
-        if framework is not None:
+        root = base.__module__.partition(".")[0]
+        framework = _OTHER_ROOTS.get(root, root)
+        if framework in _CLASSES:
             owner = owner or framework
             known = _CLASSES[framework].get(base.__name__, ())
             # TensorFlow has one class for the memory of devices and of the host.

@@ -52,11 +52,11 @@ def _option(name: str) -> _Setting:
     return _Setting(read, lambda m, value: m.config.update(name, value))
 
 
-def _attention(kind: str) -> _Setting:
-    """Return the setting that allows PyTorch a kind of `scaled_dot_product_attention`."""
+def _functions(getter: str, setter: str) -> _Setting:
+    """Return the setting that one function of a library returns, and another one sets."""
     return _Setting(
-        lambda m: getattr(m.backends.cuda, f"{kind}_sdp_enabled")(),
-        lambda m, value: getattr(m.backends.cuda, f"enable_{kind}_sdp")(value),
+        lambda m: operator.attrgetter(getter)(m)(),
+        lambda m, value: operator.attrgetter(setter)(m)(value),
     )
 
 
@@ -93,8 +93,6 @@ _TORCH_ATTRIBUTES = (
     "backends.cudnn.enabled",
 )
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-
 _JAX_OPTIONS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -119,9 +117,8 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
             lambda m: str(m.get_default_dtype()).removeprefix("torch."),
             lambda m, name: m.set_default_dtype(getattr(m, name)),
         ),
-        "float32 matmul precision": _Setting(
-            lambda m: m.get_float32_matmul_precision(),
-            lambda m, value: m.set_float32_matmul_precision(value),
+        "float32 matmul precision": _functions(
+            "get_float32_matmul_precision", "set_float32_matmul_precision"
         ),
         **{path: _attribute(path) for path in _TORCH_ATTRIBUTES},
         "deterministic algorithms": _Setting(
@@ -136,24 +133,27 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
             lambda m: (m.is_anomaly_enabled(), m.is_anomaly_check_nan_enabled()),
             lambda m, value: m.set_anomaly_enabled(*value),
         ),
-        **{f"{kind} attention": _attention(kind) for kind in _ATTENTION},
+        # Kinds of `scaled_dot_product_attention` that may be used.
+        **{
+            f"{kind} attention": _functions(
+                f"backends.cuda.{kind}_sdp_enabled", f"backends.cuda.enable_{kind}_sdp"
+            )
+            for kind in ("flash", "mem_efficient", "math", "cudnn")
+        },
     },
     "torch._inductor.config": {"deterministic": _attribute("deterministic")},
     "torch.multiprocessing": {
-        "sharing strategy": _Setting(
-            lambda m: m.get_sharing_strategy(), lambda m, value: m.set_sharing_strategy(value)
-        )
+        "sharing strategy": _functions("get_sharing_strategy", "set_sharing_strategy")
     },
     "numpy": {kind: _error(kind) for kind in ("divide", "over", "under", "invalid")},
     "jax": {name: _option(name) for name in _JAX_OPTIONS},
     "tensorflow": {
-        "functions run eagerly": _Setting(
-            lambda m: m.config.functions_run_eagerly(),
-            lambda m, value: m.config.run_functions_eagerly(value),
+        "functions run eagerly": _functions(
+            "config.functions_run_eagerly", "config.run_functions_eagerly"
         ),
-        "TF32": _Setting(
-            lambda m: m.config.experimental.tensor_float_32_execution_enabled(),
-            lambda m, value: m.config.experimental.enable_tensor_float_32_execution(value),
+        "TF32": _functions(
+            "config.experimental.tensor_float_32_execution_enabled",
+            "config.experimental.enable_tensor_float_32_execution",
         ),
     },
     # No public function tells it, and none switches it off.
@@ -163,9 +163,7 @@ _SETTINGS: Mapping[str, Mapping[str, _Setting]] = {
             lambda m, value: m.enable_op_determinism() if value else None,
         )
     },
-    "keras": {
-        "floatx": _Setting(lambda m: m.config.floatx(), lambda m, value: m.config.set_floatx(value))
-    },
+    "keras": {"floatx": _functions("config.floatx", "config.set_floatx")},
 }
 
 

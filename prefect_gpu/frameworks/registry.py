@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -76,15 +77,6 @@ IMPORTED_ON_USE: Mapping[str, str] = dict.fromkeys(
 #: Prefixes of the variables that these modules read at their import.
 READ_ON_USE = ("TORCH_COMPILE", "TORCHDYNAMO", "TORCHINDUCTOR", "TORCH_LOGS")
 
-#: Distribution packages of each framework; the first installed one gives the version.
-DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
-    "torch": ("torch",),
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
-    "jax": ("jax",),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
-    "onnxruntime": ("onnxruntime-gpu", "onnxruntime"),
-}
-
 #: Attributes with a decorated function: of a Prefect task or flow, of `functools.wraps`, of static and class methods.
 _BELOW = ("fn", "__wrapped__", "__func__")
 
@@ -97,18 +89,6 @@ def adapters_for(policy: FrameworkPolicy) -> tuple[FrameworkAdapter, ...]:
     if not policy.frameworks:
         return tuple(ADAPTERS.values())
     return tuple(ADAPTERS[name] for name in policy.frameworks if name != NO_FRAMEWORK)
-
-
-@functools.cache
-def framework_version(framework: str) -> str:
-    """Return the installed version of a framework from package metadata, importing nothing; empty: unknown."""
-    # Imported late: it takes 15 ms, and a child does not need it.
-    import importlib.metadata
-
-    for distribution in DISTRIBUTIONS.get(framework, ()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return ""
 
 
 def detect_frameworks(fn: Any, *, whole_modules: bool = True) -> tuple[str, ...]:
@@ -215,23 +195,24 @@ def _home(value: Any) -> Any:
 _METHODS = (FunctionType, staticmethod, classmethod, property)
 
 
+@dataclass(eq=False, repr=False)
 class _Walk:
     """A walk over a function and all functions and classes of the user to which it refers."""
 
-    def __init__(self, whole_modules: bool, with_names: bool = False) -> None:
-        self._whole_modules = whole_modules
-        self._with_names = with_names
-        self._seen: set[int] = set()
-        #: Parts of libraries (keys of `IMPORTED_ON_USE`) that the code names.
-        self.parts: set[str] = set()
-        #: Whether the code names a variable of `READ_ON_USE`: it may set the variable before it uses the part.
-        self.configures = False
+    whole_modules: bool
+    with_names: bool = False
+    #: Ids of the values on the walk so far.
+    seen: set[int] = field(default_factory=set)
+    #: Parts of libraries (keys of `IMPORTED_ON_USE`) that the code names.
+    parts: set[str] = field(default_factory=set)
+    #: Whether the code names a variable of `READ_ON_USE`: it may set the variable before it uses the part.
+    configures: bool = False
 
     def modules(self, value: Any) -> Iterator[str]:
         """Yield every import on the walk from `value`, and the module of every function, class and object."""
-        if id(value) in self._seen:
+        if id(value) in self.seen:
             return
-        self._seen.add(id(value))
+        self.seen.add(id(value))
         if isinstance(value, ModuleType):
             # `getattr` would load a lazily loaded module.
             yield _text(object.__getattribute__(value, "__dict__").get("__name__"))
@@ -257,7 +238,7 @@ class _Walk:
         if not is_users(fn.__module__):
             return
         for code in nested_code(fn.__code__):
-            yield from _imports(code, fn.__globals__.get("__package__"), self._with_names)
+            yield from _imports(code, fn.__globals__.get("__package__"), self.with_names)
             yield from self._all(
                 fn.__globals__[name] for name in code.co_names if name in fn.__globals__
             )
@@ -273,7 +254,7 @@ class _Walk:
         if wrapped is not None:
             yield from self.modules(wrapped)
         # A child imports the whole module of a function by reference. `__main__`'s functions are pickled by value.
-        if self._whole_modules and fn.__module__ != "__main__":
+        if self.whole_modules and fn.__module__ != "__main__":
             for value in list(fn.__globals__.values()):
                 if isinstance(value, ModuleType):
                     yield from self.modules(value)

@@ -74,13 +74,17 @@ class TensorFlowAdapter(adapter.FrameworkAdapter):
                 f"refused the policy ({error}); its runtime must not start before the task's body",
             ) from error
 
-    def has_started(self) -> bool:
-        """Return whether TensorFlow's runtime has started, which fixes devices and threads."""
-        return _started_tensorflow() is not None
+    def started(self) -> Any:
+        """Return the module `tensorflow` once its runtime has started, which fixes devices and threads, else `None`."""
+        # `tf.config.list_logical_devices` would start the runtime; there is no public way to look.
+        module = imported("tensorflow.python.eager.context", "_context")
+        if module is None or not getattr(module._context, "_initialized", False):
+            return None
+        return imported("tensorflow", "config")
 
     def counters(self) -> Counters | None:
         """Return the memory in use, summed over all GPUs; `None`: no GPU in use. Reserved memory is not counted."""
-        tf = _started_tensorflow()
+        tf = self.started()
         if tf is None:
             return None
         gpus = tf.config.list_logical_devices("GPU")
@@ -162,15 +166,6 @@ def _start_devices(tf: Any, count: int) -> None:  # needs a GPU
     for index in range(count):
         with tf.device(f"GPU:{index}"):
             tf.zeros([1]).numpy()
-
-
-def _started_tensorflow() -> Any:
-    """Return the module `tensorflow` once its runtime has started, else `None`."""
-    # `tf.config.list_logical_devices` would start the runtime; there is no public way to look.
-    module = imported("tensorflow.python.eager.context", "_context")
-    if module is None or not getattr(module._context, "_initialized", False):
-        return None
-    return imported("tensorflow", "config")
 
 
 def reduce_traced(value: Any) -> Any:

@@ -28,6 +28,7 @@ from prefect_gpu.frameworks.adapter import (
     EndTrace,
     FrameworkAdapter,
     FrameworkPolicy,
+    framework_version,
     imported,
     options_without,
 )
@@ -147,13 +148,17 @@ class TorchAdapter(FrameworkAdapter):
             return _backend(before) == _backend(after)
         return name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NVML_BASED_CUDA_CHECK")
 
-    def has_started(self) -> bool:
-        """Return whether PyTorch has initialised CUDA."""
-        return _started_cuda() is not None
+    def started(self) -> Any:
+        """Return the module `torch.cuda` once CUDA has been initialised, else `None`."""
+        torch = imported("torch", "cuda")
+        # Another thread may be importing PyTorch.
+        if torch is None or not hasattr(torch.cuda, "is_initialized"):
+            return None
+        return torch.cuda if torch.cuda.is_initialized() else None
 
     def counters(self) -> Counters | None:
         """Return the caching allocator's counters, summed over the devices; `None`: CUDA has not started."""
-        cuda = _started_cuda()
+        cuda = self.started()
         if cuda is None:
             return None
         # Not `memory_stats`, which flattens the result: a thread reads it every few milliseconds.
@@ -174,18 +179,18 @@ class TorchAdapter(FrameworkAdapter):
 
     def begin_trace(self) -> EndTrace | None:
         """Begin to record the caching allocator's allocations; `None`: CUDA has not started, or the body records."""
-        return None if _started_cuda() is None else begin_trace(import_module("torch"))
+        return begin_trace(import_module("torch")) if self.has_started() else None
 
     def memory_summary(self) -> str:
         """Return `torch.cuda.memory_summary()` of each device; empty: CUDA has not started."""
-        cuda = _started_cuda()
+        cuda = self.started()
         if cuda is None:
             return ""
         return "\n".join(cuda.memory_summary(index) for index in range(cuda.device_count()))
 
     def write_snapshot(self, path: str) -> bool:
         """Write `torch.cuda.memory._dump_snapshot()`, private but documented; `False`: CUDA has not started."""
-        cuda = _started_cuda()
+        cuda = self.started()
         if cuda is None:
             return False
         cuda.memory._dump_snapshot(path)
@@ -193,7 +198,7 @@ class TorchAdapter(FrameworkAdapter):
 
     def release_cached(self) -> None:
         """Empty the caching allocator's cache, including the memory of `allocation=all`."""
-        cuda = _started_cuda()
+        cuda = self.started()
         if cuda is not None:
             cuda.empty_cache()
 
@@ -206,7 +211,7 @@ class TorchAdapter(FrameworkAdapter):
         pool of their own, which is not emptied. `cudaMallocAsync` is left alone: it would first wait for the whole
         device, which invalidates captures.
         """
-        cuda = _started_cuda()
+        cuda = self.started()
         if cuda is None or not _is_native(cuda):
             return
         with _captures.none_begins() as none_is:
@@ -222,7 +227,7 @@ class TorchAdapter(FrameworkAdapter):
         """
         # On the host, too, if untyped: PyTorch pickles a `uint16` tensor's storage so that it cannot be unpickled
         # (2.11 and 2.13: "'UntypedStorage' has no attribute 'dtype'").
-        return _reduce(value, typed_on=("cuda",), untyped_on=("cuda", "cpu"))
+        return reduce_large(value, typed_on=("cuda",), untyped_on=("cuda", "cpu"))
 
     def calibrate(self) -> int:
         """Load cuBLAS, cuBLASLt, cuDNN and cuFFT, empty the cache, and return the bytes that are still held."""
@@ -243,16 +248,12 @@ class TorchAdapter(FrameworkAdapter):
         return int(torch.cuda.memory_reserved(0))
 
 
-def reduce_large(value: Any) -> Any:
-    """Return a pickle reduction of a large host storage without a copy; PyTorch's own copies the bytes twice.
+def reduce_large(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] = ()) -> Any:
+    """Return a pickle reduction of a large host storage without a copy, or `NotImplemented`; PyTorch's own copies twice.
 
-    PyTorch's own reduction remains for CUDA storages, which arrive on a device. For the parent process.
+    A storage on a device type that is named for its class is reduced, too. The parent process names none: its CUDA
+    storages arrive on a device.
     """
-    return _reduce(value)
-
-
-def _reduce(value: Any, typed_on: Sequence[str] = (), untyped_on: Sequence[str] = ()) -> Any:
-    """Reduce a storage that is large, or on one of the device types given for its class; else `NotImplemented`."""
     torch = imported("torch", "storage")
     if torch is None:
         return NotImplemented
@@ -391,14 +392,8 @@ def _cap_devices(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 def _installed_version() -> tuple[int, ...]:
     """Return the first two numbers of PyTorch's version, importing nothing; empty: not installed."""
-    # Imported late: it takes 15 ms.
-    from importlib import metadata
-
-    loaded = sys.modules.get("torch")
-    try:
-        text = metadata.version("torch") if loaded is None else loaded.__version__
-    except (metadata.PackageNotFoundError, AttributeError):
-        return ()
+    loaded = imported("torch", "__version__")
+    text = framework_version("torch") if loaded is None else loaded.__version__
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
@@ -428,15 +423,6 @@ def _take_all(torch: Any, caps: tuple[int, ...]) -> None:  # needs a GPU
 
 def _is_native(cuda: Any) -> bool:
     return bool(cuda.get_allocator_backend() == "native")
-
-
-def _started_cuda() -> Any:
-    """Return the module `torch.cuda` once CUDA has been initialised, else `None`."""
-    torch = imported("torch", "cuda")
-    # Another thread may be importing PyTorch.
-    if torch is None or not hasattr(torch.cuda, "is_initialized"):
-        return None
-    return torch.cuda if torch.cuda.is_initialized() else None
 
 
 #: Whether this process has begun to record for a snapshot at an out-of-memory. The body may have stopped this.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefect_gpu.frameworks import registry
-from prefect_gpu.frameworks.adapter import look_at
-from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks, framework_version
+from prefect_gpu.frameworks.adapter import framework_version, look_at
+from prefect_gpu.frameworks.registry import adapters_for, detect_frameworks
 from tests.cases import cases
 from tests.unit.frameworks.policies import import_lazily, policy
 from tests.unit.processes import kind_bodies, task_bodies

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from prefect_gpu.clock import Clock, RealClock
 from prefect_gpu.devices.host import read_host_available_bytes
@@ -48,44 +48,34 @@ logger = logging.getLogger(__name__)
 MAX_BACK_OFF_S = 5.0
 
 
+@dataclass(eq=False, repr=False)
 class Sampler:
     """Reads devices in a thread of its own, at an interval while it is active.
 
     Any thread may call any method. Only `stop` waits for the reader. While a driver hangs, `publish` is not called.
-
-    Args:
-        reader: Used by the sampler's thread alone.
-        roots: Returns the process ids of the living children.
-        publish: Called with every reading, on the sampler's thread; must not block for long.
-        interval_s: Seconds from the start of a reading to the start of the next.
-        read_host_available: Returns `Reading.host_available_bytes`.
     """
 
-    def __init__(
-        self,
-        reader: DeviceReader,
-        roots: Callable[[], Collection[int]],
-        publish: Callable[[Reading], None],
-        interval_s: float = 0.25,
-        clock: Clock | None = None,
-        read_host_available: Callable[[], int] = read_host_available_bytes,
-    ) -> None:
-        self._reader = reader
-        self._roots = roots
-        self._publish = publish
-        self._interval_s = interval_s
-        self._clock: Clock = clock or RealClock()
-        self._read_host_available = read_host_available
-        #: Used by the sampler's thread alone.
-        self._utilisation = Utilisation()
-        #: Guards all below; never held while reading or publishing.
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._active = False
-        self._asked = False
-        self._stopping = False
-        self._failures = 0
-        self._due_s = float("-inf")
+    #: Used by the sampler's thread alone.
+    reader: DeviceReader
+    #: Returns the process ids of the living children.
+    roots: Callable[[], Collection[int]]
+    #: Called with every reading, on the sampler's thread; must not block for long.
+    publish: Callable[[Reading], None]
+    #: Seconds from the start of a reading to the start of the next.
+    interval_s: float = 0.25
+    clock: Clock = field(default_factory=RealClock)
+    #: Returns `Reading.host_available_bytes`.
+    read_host_available: Callable[[], int] = read_host_available_bytes
+    #: Used by the sampler's thread alone.
+    _utilisation: Utilisation = field(default_factory=Utilisation)
+    #: Guards all below; never held while reading or publishing.
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _thread: threading.Thread | None = None
+    _active: bool = False
+    _asked: bool = False
+    _stopping: bool = False
+    _failures: int = 0
+    _due_s: float = float("-inf")
 
     def set_active(self, active: bool) -> None:
         """Start or stop reading at the interval; the first reading, if due, is made at once. Raises as `refresh`."""
@@ -121,11 +111,11 @@ class Sampler:
         while self._wait_until_due():
             reading = self.read()
             with self._changed:
-                # Before `_publish`: a test that moves the clock after a reading moves it past `_due_s`.
+                # Before `publish`: a test that moves the clock after a reading moves it past `_due_s`.
                 self._failures = self._failures + 1 if reading.error else 0
                 self._due_s = reading.at_s + self._pause_s()
             try:
-                self._publish(reading)
+                self.publish(reading)
             except Exception:
                 # The edge of a thread: after an error readings would stop for ever without a message.
                 logger.exception("a reading of the devices could not be passed on")
@@ -134,32 +124,32 @@ class Sampler:
         """Wait until a reading is due; return `False` once the sampler is stopped."""
         with self._changed:
             while not self._stopping:
-                if self._asked or (self._active and self._due_s <= self._clock.now()):
+                if self._asked or (self._active and self._due_s <= self.clock.now()):
                     self._asked = False
                     return True
-                self._clock.wait(self._changed, self._due_s if self._active else None)
+                self.clock.wait(self._changed, self._due_s if self._active else None)
             return False
 
     def _pause_s(self) -> float:
         # The exponent is bounded: 2.0 ** 1024 overflows after hours without a driver.
-        doubled_s = self._interval_s * 2.0 ** min(max(self._failures - 1, 0), 16)
-        return max(self._interval_s, min(doubled_s, MAX_BACK_OFF_S))
+        doubled_s = self.interval_s * 2.0 ** min(max(self._failures - 1, 0), 16)
+        return max(self.interval_s, min(doubled_s, MAX_BACK_OFF_S))
 
     def read(self) -> Reading:
         """Return a reading of the devices, made on the caller's thread; a failure is in its `error`."""
-        at_s = self._clock.now()
+        at_s = self.clock.now()
         host_available_bytes = 0
         try:
-            if self._reader.kind != "host":
-                host_available_bytes = self._read_host_available()
-            snapshots = self._reader.read(self._roots())
+            if self.reader.kind != "host":
+                host_available_bytes = self.read_host_available()
+            snapshots = self.reader.read(self.roots())
             # Readings of other machines have means already.
-            if not self._reader.remote:
+            if not self.reader.remote:
                 snapshots = tuple(map(self._utilisation.smooth, snapshots))
             # The host's available memory is this device's free memory.
-            if self._reader.kind == "host":
+            if self.reader.kind == "host":
                 host_available_bytes = sum(snapshot.free_bytes for snapshot in snapshots)
-            return Reading(at_s, snapshots, host_available_bytes, nodes=self._reader.nodes())
+            return Reading(at_s, snapshots, host_available_bytes, nodes=self.reader.nodes())
         except DeviceError as error:
             problem = str(error)
         except Exception as error:

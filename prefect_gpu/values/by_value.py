@@ -501,8 +501,8 @@ def _set_class(made: type, state: Any) -> None:
             vars(made.__members__[name]).update(attributes)  # type: ignore[attr-defined]
 
 
-# Enums: each member has its value, its data and its attributes, whatever made them in the script. Cloudpickle makes members from
-# their values alone, without the enum's `__new__` and `__init__`, and without aliases.
+# Enums: each member has its value, its data and its attributes, whatever made them in the script. Cloudpickle makes
+# members from their values alone, without the enum's `__new__` and `__init__`, and without aliases.
 
 #: A type of Python's own code, and the arguments of its `__new__`.
 _Data: TypeAlias = tuple[type, tuple[Any, ...]]

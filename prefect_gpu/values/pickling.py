@@ -327,8 +327,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield f".{key}", part
 
 
-# Exceptions keep type, text, attributes, notes, cause and context. The constructor of an exception is not called again: many
-# constructors take other arguments than they pass to `Exception`.
+# Exceptions keep type, text, attributes, notes, cause and context. The constructor of an exception is not called again:
+# many constructors take other arguments than they pass to `Exception`.
 
 
 def reduce_exception(error: BaseException, find_problem: Problem | None, own_way: bool) -> Any:

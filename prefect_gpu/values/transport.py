@@ -423,9 +423,9 @@ def unpack(frame: Frame) -> ReceivedValue:
     return ReceivedValue(stream, tuple(buffers), frame)
 
 
-# Memory files of large arguments, which several GPU tasks of one process share. A call of a task has a `Share` from its wait for
-# a device to its end. A file stays while a share that used the file is open. The files used last also stay while another call
-# waits, so successive tasks write a common argument once.
+# Memory files of large arguments, which several GPU tasks of one process share. A call of a task has a `Share` from its
+# wait for a device to its end. A file stays while a share that used the file is open. The files used last also stay
+# while another call waits, so successive tasks write a common argument once.
 
 
 class ArgumentFiles:

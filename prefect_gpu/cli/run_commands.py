@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from prefect_gpu.cli.simulate_command import read_whole
 from prefect_gpu.errors import ReportError
 from prefect_gpu.live.table import table_lines
+from prefect_gpu.policy import whole
 from prefect_gpu.scheduling.history import expected_s, learn
 from prefect_gpu.units import counted, format_bytes, format_seconds
 
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
 LAST_RUNS = 5
 
 AsJson = Annotated[bool, Parameter("--json")]
-Last = Annotated[int, Parameter(converter=read_whole, n_tokens=1, validator=Number(gte=1))]
+
+
+def read_whole(_: object, tokens: Sequence[Token]) -> int:
+    """Return the whole number in a token. Cyclopts itself would round 1.5 to 2."""
+    return whole()(tokens[0].value)
+
+
+Count = Annotated[int, Parameter(converter=read_whole, n_tokens=1, validator=Number(gte=1))]
 
 
 def show_report(
@@ -81,7 +89,7 @@ def show_report(
     return None
 
 
-def recommend(flow: str, /, *, last: Last = LAST_RUNS, as_json: AsJson = False) -> str:
+def recommend(flow: str, /, *, last: Count = LAST_RUNS, as_json: AsJson = False) -> str:
     """Print the gpu:memory tag to write for each GPU task of a flow.
 
     The reports have the same advice. Here it is computed from all processes of the flow's last runs.

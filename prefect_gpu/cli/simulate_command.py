@@ -1,50 +1,42 @@
-"""`prefect-gpu simulate`: a list of tasks, or a past flow run, on simulated devices.
+"""`prefect-gpu simulate`: a list of tasks, or a past flow run, on simulated devices, in virtual time.
 
-`task_list` reads a list of tasks, `recorded_run` makes a list from a flow run, and `simulation` replays a list. These
-modules are imported when the command runs.
+`simulate` drives the broker of the runner. No process runs and no real clock is read: time jumps from one event to the
+next. `task_list` makes the lists.
 """
 
 from __future__ import annotations
 
 import collections
+import heapq
 import json
-import os
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter, Token
-from cyclopts.validators import Number
+from cyclopts import Parameter
 
-from prefect_gpu.errors import ReportError
+from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.cli.run_commands import AsJson, Count
+from prefect_gpu.cli.task_list import (
+    ListedTask,
+    Measured,
+    TaskListError,
+    parse_tasks,
+    recorded_run,
+)
+from prefect_gpu.clock import RealClock
+from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
+from prefect_gpu.errors import PlacementError, ReportError
 from prefect_gpu.live.table import table_lines
-from prefect_gpu.policy import whole
 from prefect_gpu.units import format_seconds
 
-if TYPE_CHECKING:
-    from prefect_gpu.cli.recorded_run import Measured
-    from prefect_gpu.cli.simulation import ListedTask, Outcome, Schedule
-
-#: Names of the lower bounds of a makespan in the output.
-_BOUNDS = {
-    "chain_s": "longest chain",
-    "memory_s": "memory",
-    "large_s": "large tasks",
-    "places_s": "tasks a device",
-}
-
-#: A source that has such an ending, or names a folder, is a path, even if no such file exists.
-_FILE_ENDS = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
-
-
-def read_whole(_: object, tokens: Sequence[Token]) -> int:
-    """Return the whole number in a token. Cyclopts itself would round 1.5 to 2."""
-    return whole()(tokens[0].value)
-
-
-Count = Annotated[int | None, Parameter(converter=read_whole, n_tokens=1, validator=Number(gte=1))]
+#: A source with such a suffix, or in a folder, is a file, even if it does not exist.
+_SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
 
 
 def simulate_command(
@@ -53,12 +45,10 @@ def simulate_command(
     *,
     devices: str,
     placement: Literal["spread", "pack"] = "spread",
-    no_backfill: bool = False,
-    unknown_durations: bool = False,
-    max_tasks_per_device: Count = None,
-    max_processes: Count = None,
+    max_tasks_per_device: Count | None = None,
+    max_processes: Count | None = None,
     tasks: bool = False,
-    as_json: Annotated[bool, Parameter("--json")] = False,
+    as_json: AsJson = False,
 ) -> str:
     """Print when and where a list of tasks, or the tasks of a past flow run, would run.
 
@@ -71,8 +61,6 @@ def simulate_command(
         source: File with a list of tasks, or a flow run; - reads a list from standard input.
         devices: Simulated devices, as in 4x80GiB.
         placement: Place tasks on the emptiest (spread) or the fullest (pack) of the devices that fit.
-        no_backfill: First come, first served: no task passes a blocked task.
-        unknown_durations: The scheduler knows no expected duration of any task.
         max_tasks_per_device: Most tasks on one device at a time.
         max_processes: Most tasks at a time.
         tasks: Print a line for each task.
@@ -83,62 +71,60 @@ def simulate_command(
         prefect-gpu simulate quiet-fox --devices 4x80GiB
         prefect-gpu simulate quiet-fox --devices 1x24GiB --json
     """
-    from prefect_gpu.cli.simulation import simulate
-    from prefect_gpu.devices.simulated import SimulatedDevices
-    from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE
-
     simulated = SimulatedDevices(devices.removeprefix("simulated:"))
     listed, run = _read(source)
-    if unknown_durations:
-        listed = [replace(task, request=replace(task.request, expected_s=None)) for task in listed]
-    schedule = simulate(
-        listed,
-        simulated,
-        max_tasks_per_device,
-        max_processes,
-        style=placement,
-        patience=NO_BACKFILL if no_backfill else PATIENCE,
-    )
+    limits = {"max_processes": max_processes, "max_tasks_per_device": max_tasks_per_device}
+    tickets = simulate(listed, simulated, style=placement, **limits)
+    found, rows = figures(listed, tickets, simulated), [*map(_row, tickets)]
     if as_json:
-        return json.dumps({**(run._asdict() if run else {}), **asdict(schedule)}, indent=2)
+        facts = {**(run._asdict() if run else {}), **found, "tasks": rows}
+        return json.dumps(facts, indent=2)
     # Names of the tasks that can never run, by reason.
     refusals: dict[str, list[str]] = {}
-    for outcome in schedule.tasks:
-        if outcome.refusal:
-            refusals.setdefault(outcome.refusal, []).append(outcome.name)
-    rows = []
+    for row in rows:
+        if row["refusal"]:
+            refusals.setdefault(row["refusal"], []).append(row["name"])
+    never = sum(map(len, refusals.values()))
+    span_s, bound_s = found["makespan_s"], found["lower_bound_s"]
+    lines = []
     if run is not None:
         names = collections.Counter(run.measured_devices)
         measured = ", ".join(f"{count} × {name}" for name, count in names.items())
-        verdict = (
-            f"{run.flow_run}: {format_seconds(schedule.makespan_s)} on {devices} instead of "
-            f"{format_seconds(run.measured_makespan_s)} on {measured}"
-        )
-        never = sum(map(len, refusals.values()))
-        without = f", without {never} of {len(schedule.tasks)} processes" if never else ""
-        rows += [verdict + without, ""]
-    rows += table_lines(_figures(schedule, len(simulated.sizes_bytes)))
+        before = f"{format_seconds(run.measured_makespan_s)} on {measured}"
+        without = f", without {never} of {len(rows)} processes" if never else ""
+        verdict = f"{format_seconds(span_s)} on {devices} instead of {before}{without}"
+        lines = [f"{run.flow_run}: {verdict}", ""]
+    above = f", {span_s / bound_s:.2f} × the lower bound" if bound_s else ""
+    lines += table_lines(
+        [
+            ("tasks", f"{len(rows)}, of which {len(rows) - never} ran"),
+            ("devices", f"{len(simulated.sizes_bytes)}"),
+            ("makespan", f"{format_seconds(span_s)}{above}"),
+            ("lower bound", format_seconds(bound_s)),
+            ("mean wait", format_seconds(found["mean_wait_s"])),
+            ("max wait", format_seconds(found["max_wait_s"])),
+            ("utilisation", f"{found['utilisation']:.1%} of memory over the makespan"),
+        ]
+    )
     if tasks:
-        heads = ("task", "submitted", "waited", "started", "ended", "devices", "passed")
-        rows += ["", *table_lines([heads, *map(_row, schedule.tasks)])]
+        heads = ("task", "submitted", "waited", "started", "ended", "devices")
+        lines += ["", *table_lines([heads, *map(_cells, rows)])]
     for why, refused in refusals.items():
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-        rows.append(f"{', '.join(refused[:3])}{more} can never run: {why}")
-    return "\n".join(rows)
+        lines.append(f"{', '.join(refused[:3])}{more} can never run: {why}")
+    return "\n".join(lines)
 
 
 def _read(source: str) -> tuple[list[ListedTask], Measured | None]:
-    from prefect_gpu.cli.task_list import TaskListError, parse_tasks
-
+    path = Path(source)
     try:
         if source == "-":
             return parse_tasks(sys.stdin, "standard input"), None
-        if Path(source).is_file() or os.sep in source or source.endswith(_FILE_ENDS):
-            with open(source, encoding="utf-8-sig", newline="") as lines:
+        if path.is_file() or "/" in source or path.suffix in _SUFFIXES:
+            with path.open(encoding="utf-8-sig") as lines:
                 return parse_tasks(lines, source), None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskListError(f"{source} cannot be read: {error}") from error
-    from prefect_gpu.cli.recorded_run import recorded_run
     from prefect_gpu.reports.published import report
 
     try:
@@ -147,25 +133,127 @@ def _read(source: str) -> tuple[list[ListedTask], Measured | None]:
         raise ReportError(f"there is no file {source}; {error}") from error
 
 
-def _figures(schedule: Schedule, devices: int) -> list[tuple[str, str]]:
-    span_s, bound_s = schedule.makespan_s, schedule.lower_bound_s
-    largest = max(schedule.bounds, key=schedule.bounds.__getitem__)
-    above = f", {span_s / bound_s:.2f} × the lower bound" if bound_s else ""
-    ran = sum(not outcome.refusal for outcome in schedule.tasks)
-    return [
-        ("tasks", f"{len(schedule.tasks)}, of which {ran} ran"),
-        ("devices", f"{devices}"),
-        ("makespan", f"{format_seconds(span_s)}{above}"),
-        ("lower bound", f"{format_seconds(bound_s)} ({_BOUNDS[largest]})"),
-        ("mean wait", format_seconds(schedule.mean_wait_s)),
-        ("max wait", format_seconds(schedule.max_wait_s)),
-        ("utilisation", f"{schedule.utilisation * 100:.1f}% of memory over the makespan"),
-    ]
+def figures(
+    tasks: Sequence[ListedTask], tickets: Sequence[Ticket], devices: SimulatedDevices
+) -> dict[str, float]:
+    """Return the figures of a simulation for JSON. `tickets` are those of `simulate`, for at least one task."""
+    # By position: the end of a task if no task had to wait for a device.
+    ends_s: dict[int, float] = {}
+    for at in TopologicalSorter({at: task.after for at, task in enumerate(tasks)}).static_order():
+        if tickets[at].placement is not None:
+            ready_s = max([tasks[at].arrival_s, *(ends_s[each] for each in tasks[at].after)])
+            ends_s[at] = ready_s + tasks[at].lag_s + tasks[at].duration_s
+    begin_s = min(task.arrival_s for task in tasks)
+    span_s = max(ticket.ended_s or begin_s for ticket in tickets) - begin_s
+    waits_s = [tickets[at].placed_s - tickets[at].request.submitted_s for at in ends_s] or [0.0]
+    byte_s = sum(
+        sum(ticket.placement.budget_bytes) * task.duration_s
+        for task, ticket in zip(tasks, tickets, strict=True)
+        if ticket.placement is not None
+    )
+    memory_s = byte_s / sum(devices.sizes_bytes)
+    return {
+        "makespan_s": span_s,
+        "lower_bound_s": max([memory_s, *(end_s - begin_s for end_s in ends_s.values())]),
+        "mean_wait_s": statistics.fmean(waits_s),
+        "max_wait_s": max(waits_s),
+        "utilisation": memory_s / span_s if span_s else 0.0,
+    }
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    if outcome.refusal:
-        return (outcome.name, "", "", "never", "", "", "")
-    times_s = (outcome.submitted_s, outcome.waited_s, outcome.started_s, outcome.ended_s)
-    devices = ",".join(map(str, outcome.devices))
-    return (outcome.name, *map(format_seconds, times_s), devices, str(outcome.passed))
+def _row(ticket: Ticket) -> dict[str, Any]:
+    """Return facts of a task for JSON. Times are in seconds from the beginning; `None`: the task never started."""
+    asked_s, ran = ticket.request.submitted_s, ticket.placement is not None
+    return {
+        "name": ticket.request.task_name,
+        "submitted_s": asked_s,
+        "waited_s": ticket.placed_s - asked_s if ran else None,
+        "started_s": ticket.placed_s if ran else None,
+        "ended_s": ticket.ended_s,
+        "devices": [device.index for device in ticket.devices],
+        "refusal": str(ticket.error or ""),
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    name, *times_s, devices, refusal = row.values()
+    if refusal:
+        return (name, "", "", "never", "", "")
+    return (name, *map(format_seconds, times_s), ",".join(map(str, devices)))
+
+
+class _VirtualClock(RealClock):
+    """A clock whose time `simulate` sets. No thread waits on the clock."""
+
+    now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+
+def simulate(
+    tasks: Sequence[ListedTask],
+    devices: SimulatedDevices,
+    max_processes: int | None = None,
+    **settings: Any,
+) -> list[Ticket]:
+    """Return the tickets of a list of tasks after they ran on simulated devices, with their times, or their errors.
+
+    Args:
+        tasks: Tasks. Tasks with equal arrivals are submitted in this order. A task's memory includes its context.
+        devices: Simulated devices.
+        max_processes: Most tasks at a time. `None`: any number.
+        settings: Further arguments of `Broker`.
+    """
+    from prefect_gpu.broker.broker import Broker
+
+    clock = _VirtualClock()
+    broker = Broker(
+        SimulatedReader(devices, clock),
+        Ledger(now=clock.now),
+        # The default of `Broker` depends on this machine's cores.
+        max_processes=max_processes or sys.maxsize,
+        clock=clock,
+        read_host_available=lambda: sys.maxsize,
+        stepped=True,
+        **settings,
+    )
+    #: By position in the list; `waiting` has the tickets without a decision.
+    tickets: dict[int, Ticket] = {}
+    waiting: dict[int, Ticket] = {}
+    #: Seconds, whether a task arrives rather than ends, and its position. At equal times ends are handled before
+    #: arrivals, because they free devices for new requests.
+    events: list[tuple[float, bool, int]] = []
+    sorter = TopologicalSorter({at: task.after for at, task in enumerate(tasks)})
+    sorter.prepare()
+
+    def finish(*over: int) -> None:
+        """Note that tasks have ended or can never run. Tasks that come after all such tasks arrive now or later."""
+        sorter.done(*over)
+        for at in sorter.get_ready():
+            arrival_s = max(clock.now_s, tasks[at].arrival_s) + tasks[at].lag_s
+            heapq.heappush(events, (arrival_s, True, at))
+
+    finish()
+    while events:
+        clock.now_s = events[0][0]
+        while events and events[0][0] == clock.now_s:
+            _, arrives, at = heapq.heappop(events)
+            refused = [tickets[each].request for each in tasks[at].after if tickets[each].error]
+            if not arrives:
+                broker.end(tickets[at])
+                finish(at)
+            elif refused:
+                why = f"comes after {refused[0].task_name!r}, which can never run"
+                tickets[at] = Ticket(tasks[at].request, error=PlacementError(why))
+                finish(at)
+            else:
+                request = replace(tasks[at].request, sequence=len(tickets))
+                tickets[at] = waiting[at] = broker.submit(request)
+        broker.look()
+        for at in [each for each, ticket in waiting.items() if ticket.decided]:
+            if waiting.pop(at).error is None:
+                heapq.heappush(events, (clock.now_s + tasks[at].duration_s, False, at))
+            else:
+                finish(at)
+    return [tickets[at] for at in range(len(tasks))]

@@ -1,62 +1,79 @@
-"""Reads lists of tasks for `prefect-gpu simulate`: CSV or JSON lines, with the columns in `docs/scheduling.md`."""
+"""Lists of tasks for `prefect-gpu simulate`, from a file (columns: `docs/scheduling.md`) or from a past flow run.
+
+Of a flow run, each process of a GPU task becomes a task with the process's memory, duration and predecessors. Tasks
+without a gpu tag become delays between GPU tasks. Waits in the flow's own code, as in `future.result()`, are not
+recorded: the last result before a task's submission counts as its cause, and the delay between the two is kept.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import UUID
 
-from prefect_gpu.cli.simulation import ListedTask
-from prefect_gpu.errors import PrefectGPUError
-from prefect_gpu.policy import whole, word
+from prefect_gpu.errors import PrefectGPUError, ReportError
+from prefect_gpu.policy import whole
 from prefect_gpu.scheduling.model import Request
-from prefect_gpu.units import DURATIONS_ACCEPTED, SIZES_ACCEPTED, parse_duration, parse_size
+from prefect_gpu.units import parse_duration, parse_size
 
-#: Longest accepted time in seconds: three centuries.
-MOST_SECONDS = 1e10
+if TYPE_CHECKING:
+    from prefect_gpu.reports.model import TaskReport
+    from prefect_gpu.reports.published import FlowRunReport
 
-#: A line of a list: its number, and pairs of column and value.
-Row = tuple[int, Sequence[tuple[str, Any]]]
+
+@dataclass(frozen=True, slots=True)
+class ListedTask:
+    """One task of a list."""
+
+    #: Name, memory and devices of the task. Id, order and time are set at the submission.
+    request: Request
+    #: Seconds for which the task holds its devices.
+    duration_s: float
+    #: Earliest submission, in seconds from the beginning.
+    arrival_s: float = 0.0
+    #: Positions of the task's predecessors in the list: they must end before the submission.
+    after: tuple[int, ...] = ()
+    #: Seconds to the submission from the last end of a predecessor, or from a later arrival.
+    lag_s: float = 0.0
+
+
+class TaskListError(PrefectGPUError):
+    """A list of tasks cannot be read. The message names file, line and column."""
 
 
 def _seconds(text: str) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        return parse_duration(text)
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise ValueError(f"{text} is not a number of seconds from 0 to {MOST_SECONDS:g}")
+        seconds = parse_duration(text)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{text} is not a number of seconds")
     return seconds
 
 
 def _yes(text: str) -> bool:
-    return word("yes", "true", "1", "no", "false", "0")(text) in ("yes", "true", "1")
+    if text.lower() not in ("yes", "true", "1", "no", "false", "0"):
+        raise ValueError(f"{text!r} is neither yes nor no")
+    return text.lower() in ("yes", "true", "1")
 
 
-_SECONDS = f"seconds, or {DURATIONS_ACCEPTED}"
-
-#: By column: the function that reads a cell's text, and the accepted texts in words.
-COLUMNS: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "name": (str, "a name that no other task has"),
-    "arrival": (_seconds, _SECONDS),
-    "duration": (_seconds, _SECONDS),
-    "memory": (parse_size, f"{SIZES_ACCEPTED}; or as in 40%"),
-    "devices": (whole(1), "a whole number from 1"),
-    "priority": (whole(), "a whole number"),
-    "exclusive": (_yes, "yes or no"),
-    "expected": (
-        lambda text: None if text.lower() == "unknown" else _seconds(text),
-        f"{_SECONDS}; or unknown",
-    ),
-    "after": (str.split, "names of tasks, separated by spaces"),
+#: By column: the field of `Request` or `ListedTask`, and the function that reads a cell's text.
+COLUMNS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "name": ("task_name", str),
+    "arrival": ("arrival_s", _seconds),
+    "duration": ("duration_s", _seconds),
+    "memory": ("memory", parse_size),
+    "devices": ("count", whole(1)),
+    "priority": ("priority", whole()),
+    "exclusive": ("exclusive", _yes),
+    "expected": ("expected_s", lambda text: None if text.lower() == "unknown" else _seconds(text)),
+    "after": ("after", str.split),
 }
-
-
-class TaskListError(PrefectGPUError):
-    """A list of tasks cannot be read. The message names file, line and column."""
 
 
 def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
@@ -66,113 +83,145 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
         TaskListError: The list cannot be read.
     """
     text = list(lines)
-    first = next((line for line in text if line.strip()), "")
-    rows = _json_rows if first.lstrip().startswith("{") else _csv_rows
-    tasks: list[ListedTask] = []
-    #: By name: position of a task in the list, its line, and the names of its predecessors.
-    places: dict[str, tuple[int, str, list[str]]] = {}
-    for number, row in rows(text, source):
-        where = f"{source}, line {number}"
-        given = _values(row, where)
-        name = given.get("name", f"task-{number}")
-        if name in places:
-            raise _error("name", name, where)
-        places[name] = len(tasks), where, given.get("after", [])
-        request = Request(
-            "",
-            name,
-            0,
-            0.0,
-            given.get("memory"),
-            given.get("devices", 1),
-            exclusive=given.get("exclusive", False),
-            priority=given.get("priority", 0),
-            expected_s=given.get("expected", given["duration"]),
-        )
-        tasks.append(ListedTask(request, given["duration"], given.get("arrival", 0.0)))
+    table = csv.DictReader(text, restkey="more cells than columns", strict=True)
+    is_json = "".join(text).lstrip().startswith("{")
+    #: By name: the task, and the names of its predecessors.
+    tasks: dict[str, tuple[ListedTask, list[str]]] = {}
+    number = 0
+    try:
+        for number, row in enumerate(text if is_json else table, start=1):
+            given = _read_row(row)
+            if not given:
+                continue
+            after, arrival_s = given.pop("after", []), given.pop("arrival_s", 0.0)
+            duration_s = given.pop("duration_s")
+            named = {
+                "task_name": f"task-{table.reader.line_num or number}",
+                "expected_s": duration_s,
+            }
+            request = Request(id="", sequence=0, submitted_s=0.0, **{**named, **given})
+            if request.task_name in tasks:
+                raise ValueError(f"column 'name': another task has the name {request.task_name!r}")
+            tasks[request.task_name] = ListedTask(request, duration_s, arrival_s), after
+    except (ValueError, csv.Error) as error:
+        raise TaskListError(f"{source}, line {table.reader.line_num or number}: {error}") from error
     if not tasks:
         accepted = f"CSV whose first line names its columns ({', '.join(COLUMNS)}), or JSON lines"
         raise TaskListError(f"{source}: there is no task in it; accepted: {accepted}")
-    for at, where, names in places.values():
-        unknown = next((name for name in names if name not in places), None)
-        if unknown is not None:
-            raise TaskListError(f"{where}, column 'after': there is no task {unknown!r}")
-        after = tuple(dict.fromkeys(places[name][0] for name in names))
-        tasks[at] = replace(tasks[at], after=after)
+    places = {name: at for at, name in enumerate(tasks)}
     try:
-        TopologicalSorter({at: task.after for at, task in enumerate(tasks)}).prepare()
+        TopologicalSorter({name: after for name, (_, after) in tasks.items()}).prepare()
+        return [replace(t, after=tuple(places[each] for each in n)) for t, n in tasks.values()]
+    except KeyError as error:
+        raise TaskListError(f"{source}, column 'after': there is no task {error}") from error
     except CycleError as error:
-        name, (_, where, _) = list(places.items())[min(error.args[1])]
-        why = f"{name!r} comes after itself, or after tasks that do"
-        raise TaskListError(f"{where}, column 'after': {why}") from error
-    return tasks
+        circle = " before ".join(map(repr, error.args[1]))
+        raise TaskListError(f"{source}, column 'after': {circle}, a circle") from error
 
 
-def _values(row: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
-    """Return the values of the cells in a row by column, without empty cells."""
-    values = {}
-    for column, value in row:
+def _read_row(row: Any) -> dict[str, Any]:
+    """Return the values of a JSON line or of a row's cells, without empty ones; raise `ValueError` for a bad value."""
+    if isinstance(row, str):
+        row = json.loads(row) if row.strip() else {}
+    if not isinstance(row, dict):
+        raise ValueError("this is not a JSON object")
+    values: dict[str, Any] = {}
+    for head, value in row.items():
+        column = head.strip().lower()
+        if column not in COLUMNS:
+            raise ValueError(f"unknown column {column!r}; accepted: {', '.join(COLUMNS)}")
         if column == "after" and isinstance(value, list):
             value = " ".join(map(str, value))
-        if isinstance(value, list):
-            raise _error(column, value, where, "a text or a number")
-        text = "" if value is None else str(value).strip()
+        field, read = COLUMNS[column]
         try:
-            if text:
-                values[column] = COLUMNS[column][0](text)
+            if text := "" if value is None else str(value).strip():
+                values[field] = read(text)
         except (ValueError, OverflowError) as error:
-            raise _error(column, text, where) from error
-    if "duration" not in values:
-        raise TaskListError(f"{where}, column 'duration': nothing is given; accepted: {_SECONDS}")
+            raise ValueError(f"column {column!r}: {error}") from error
+    if values and "duration_s" not in values:
+        raise ValueError("column 'duration': nothing is given")
     return values
 
 
-def _error(column: str, given: object, where: str, accepted: str = "") -> TaskListError:
-    accepted = accepted or COLUMNS[column][1]
-    problem = f"{given!r} cannot be read; accepted: {accepted}"
-    return TaskListError(f"{where}, column {column!r}: {problem}")
+class Measured(NamedTuple):
+    """Measurements of a past flow run, for comparison with its simulation."""
+
+    flow_run: str
+    flow_run_id: str
+    #: Seconds from the first request for a device to the last end of a process.
+    measured_makespan_s: float
+    #: Names of the used devices, one for each device.
+    measured_devices: tuple[str, ...]
 
 
-def _csv_rows(lines: list[str], source: str) -> Iterator[Row]:
-    reader = csv.reader(lines, strict=True)
-    heads: list[str] = []
-    try:
-        for row in reader:
-            where = f"{source}, line {reader.line_num}"
-            if not any(map(str.strip, row)):
-                continue
-            if not heads:
-                heads = [cell.strip().lower() for cell in row]
-                _check_columns(heads, where)
-            elif len(row) > len(heads):
-                names = f"the first line names {len(heads)} columns"
-                raise TaskListError(f"{where}: {len(row)} cells, and {names}")
-            else:
-                yield reader.line_num, list(zip(heads, row, strict=False))
-    except csv.Error as error:
-        raise TaskListError(f"{source}, line {reader.line_num}: {error}") from error
+def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:
+    """Return a task for each process of a flow run, in the order of requests, and the measurements of the run.
+
+    Raises:
+        ReportError: The run has no report of a process, or another version of prefect_gpu published a report.
+    """
+    found = [(r.placed_at - r.queued_s, r.attempt, r) for r in run.task_reports if r.devices]
+    if not found:
+        problem = "has no report of a process: there is nothing to replay"
+        raise ReportError(f"flow run {run.flow_run} {problem}")
+    found.sort(key=lambda each: each[:2])
+    began_at = found[0][0]
+    ends_at = [report.placed_at + report.held_s for _, _, report in found]
+    # Results come a moment before the end of their processes.
+    results_at = [r.placed_at + r.start_s + r.run_s + r.suspended_s for _, _, r in found]
+    tasks: list[ListedTask] = []
+    #: Position of the last process so far, by task run.
+    last: dict[UUID, int] = {}
+    for position, (asked_at, attempt, report) in enumerate(found):
+        task_run_id = report.task_run_id
+        before = _predecessors(task_run_id, run, last)
+        if task_run_id not in last:
+            submission = run.submissions.get(task_run_id)
+            # The times of submission and request may come from different clocks.
+            until = min(submission.submitted_at, asked_at) if submission else asked_at
+            known = [(at, n) for n, at in enumerate(results_at[:position]) if at <= until]
+            before |= {max(known)[1]} if known else set()
+        last[task_run_id] = position
+        request = Request(
+            "",
+            report.task_run_name + (f" #{attempt}" if attempt > 1 else ""),
+            position,
+            0.0,
+            _memory(report),
+            len(report.devices),
+            exclusive=report.exclusive,
+            priority=report.priority,
+            expected_s=report.held_s,
+        )
+        # The arrival of a task with predecessors depends on their ends only.
+        arrival_s = 0.0 if before else asked_at - began_at
+        lag_s = max(0.0, asked_at - max((ends_at[each] for each in before), default=asked_at))
+        tasks.append(ListedTask(request, report.held_s, arrival_s, tuple(sorted(before)), lag_s))
+    devices = {device.key: device.name for _, _, report in found for device in report.devices}
+    span_s, names = max(ends_at) - began_at, tuple(devices.values())
+    return tasks, Measured(run.flow_run, str(run.flow_run_id), span_s, names)
 
 
-def _json_rows(lines: list[str], source: str) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{source}, line {number}"
-        try:
-            # Pairs, because a `dict` would keep only the last value of a repeated key.
-            row = json.loads(line, object_pairs_hook=list)
-        except ValueError as error:
-            column = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise TaskListError(f"{where}{column}: not JSON: {error}") from error
-        if not line.lstrip().startswith("{"):
-            raise TaskListError(f"{where}: {line.strip()[:40]!r} is not a JSON object")
-        _check_columns([column for column, _ in row], where)
-        yield number, row
+def _predecessors(task_run_id: UUID, run: FlowRunReport, last: Mapping[UUID, int]) -> set[int]:
+    """Return positions of the last processes of a task run and, if it has none, of its inputs, and of their inputs."""
+    found, seen, ahead = set[int](), set[UUID](), [task_run_id]
+    while ahead:
+        id_ = ahead.pop()
+        if id_ in last:
+            found.add(last[id_])
+        elif id_ not in seen:
+            seen.add(id_)
+            ahead += run.submissions[id_].inputs if id_ in run.submissions else ()
+    return found
 
 
-def _check_columns(names: list[str], where: str) -> None:
-    for at, name in enumerate(names):
-        if name not in COLUMNS:
-            raise TaskListError(f"{where}: unknown column {name!r}; accepted: {', '.join(COLUMNS)}")
-        if name in names[:at]:
-            raise TaskListError(f"{where}: column {name!r} is there twice")
+def _memory(report: TaskReport) -> int | None:
+    """Return a process's memory on each device, in bytes; `None`: the process had its devices to itself."""
+    from prefect_gpu.reports.advice import WHOLE_FRACTION
+
+    if report.budget_source == "probe":
+        # A first run with a cap shared its devices. Its budget was the most that it could get, so its peak is used.
+        peak_bytes = max(1, -(-report.peak_process_bytes // len(report.devices)))
+        return None if report.cap_bytes is None else peak_bytes
+    smallest = min(device.total_bytes for device in report.devices)
+    return report.budget_bytes if report.budget_bytes < WHOLE_FRACTION * smallest else None

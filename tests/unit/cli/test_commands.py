@@ -205,8 +205,8 @@ def test_simulate_prints_the_schedule_of_a_list(capsys: Capture, task_file: str)
     lines = capsys.readouterr().out.splitlines()
     assert "tasks        5, of which 4 ran" in lines
     assert "makespan     16m, 1.45 × the lower bound" in lines
-    assert "lower bound  11m (longest chain)" in lines
-    assert "b     0ms        10m     10m      15m    0,1      0" in lines
+    assert "lower bound  11m" in lines
+    assert "b     0ms        10m     10m      15m    0,1" in lines
     assert lines[-1].startswith("huge can never run: gpu:memory=99GiB is larger than any device")
 
 
@@ -223,11 +223,10 @@ def test_simulate_prints_json(capsys: Capture, task_file: str) -> None:
     ("options", "starts"),
     [
         pytest.param([], [0, 0, 100], id="backfill"),
-        pytest.param(["--no-backfill"], [0, 100, 100], id="no backfill"),
-        pytest.param(["--unknown-durations", "--max-tasks-per-device", "1"], [0, 110, 100], id="one at a time"),
+        pytest.param(["--max-tasks-per-device", "1"], [0, 110, 100], id="one at a time"),
         pytest.param(["--max-processes", "1"], [0, 110, 100], id="one at all"),
     ],
-)  # fmt: skip
+)
 def test_simulate_schedules_as_its_options_ask(
     capsys: Capture, monkeypatch: Patch, options: list[str], starts: list[float]
 ) -> None:
@@ -241,7 +240,7 @@ def test_simulate_schedules_as_its_options_ask(
 @pytest.mark.parametrize(
     ("content", "devices", "says"),
     [
-        pytest.param("duration,memory\n1,8\n", "1GiB", "tasks.csv, line 2, column 'memory'", id="a bad field"),
+        pytest.param("duration,memory\n1,8\n", "1GiB", "tasks.csv, line 2: column 'memory'", id="a bad field"),
         pytest.param(None, "1GiB", "tasks.csv cannot be read", id="no such file"),
         pytest.param("duration\n1\n", "abacus", "abacus", id="bad devices"),
     ],
@@ -286,7 +285,7 @@ def test_an_error_is_one_line_with_the_accepted_values(
 def test_help_names_every_option(capsys: Capture) -> None:
     assert main(["simulate", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "--no-backfill" in text and "--backfill" not in text.replace("--no-backfill", "")
+    assert "--max-processes" in text and "--no-" not in text
 
 
 NAMES = [name for name in app if not name.startswith("-")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_gpu.broker.ledger import Entry, Ledger
-from prefect_gpu.cli import simulation
-from prefect_gpu.cli.simulation import ListedTask, Schedule
+from prefect_gpu.broker.ticket import Ticket
+from prefect_gpu.cli import simulate_command
+from prefect_gpu.cli.simulate_command import figures
+from prefect_gpu.cli.task_list import ListedTask
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.backfill import NO_BACKFILL, PATIENCE, Patience
 from prefect_gpu.scheduling.model import Request
@@ -25,7 +27,7 @@ from prefect_gpu.units import GIB
 TWO = SimulatedDevices("2x24GiB")
 
 #: On devices that are free to the last byte.
-simulate = partial(simulation.simulate, headroom_bytes=0)
+simulate = partial(simulate_command.simulate, headroom_bytes=0)
 
 
 def task(
@@ -41,17 +43,15 @@ def task(
     return ListedTask(request, seconds, arrival_s, after)
 
 
-def starts(schedule: Schedule) -> dict[str, float | None]:
-    return {outcome.name: outcome.started_s for outcome in schedule.tasks}
+def starts(tickets: Sequence[Ticket]) -> dict[str, float]:
+    return {t.request.task_name: t.placed_s for t in tickets if t.placement is not None}
 
 
 def test_a_device_keeps_the_headroom_of_a_real_one() -> None:
     tasks = [task("a", 10, 12), task("b", 10, 12)]
     one = SimulatedDevices("1x24GiB")
     assert starts(simulate(tasks, one)) == {"a": 0.0, "b": 0.0}
-    schedule = simulation.simulate(tasks, one)
-    assert starts(schedule) == {"a": 0.0, "b": 10.0}
-    assert schedule.bounds["large_s"] == 20.0
+    assert starts(simulate_command.simulate(tasks, one)) == {"a": 0.0, "b": 10.0}
 
 
 def test_tasks_start_when_and_where_there_is_free_memory() -> None:
@@ -63,12 +63,14 @@ def test_tasks_start_when_and_where_there_is_free_memory() -> None:
         task("after both", 4, after=(0, 1)),
         task("two", 7, 24, count=2),
     ]
-    schedule = simulate(tasks, TWO)
+    tickets = simulate(tasks, TWO)
     later = {"late": 3.0, "c": 10.0, "after both": 27.0, "two": 20.0}
-    assert starts(schedule) == {"a": 0.0, "b": 0.0, **later}
-    assert schedule.makespan_s == 31.0
-    assert schedule.max_wait_s == 20.0
-    assert schedule.utilisation == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
+    assert starts(tickets) == {"a": 0.0, "b": 0.0, **later}
+    assert [len(ticket.devices) for ticket in tickets] == [1, 1, 1, 1, 1, 2]
+    found = figures(tasks, tickets, TWO)
+    assert (found["makespan_s"], found["max_wait_s"]) == (31.0, 20.0)
+    assert found["mean_wait_s"] == pytest.approx((10 + 7 + 20) / 6)
+    assert found["utilisation"] == pytest.approx((200 + 400 + 100 + 2 + 96 + 336) / (48 * 31))
 
 
 def test_a_short_task_passes_a_blocked_one_only_with_backfill() -> None:
@@ -99,45 +101,34 @@ def test_a_task_that_can_never_run_is_refused_with_those_after_it() -> None:
         task("after that", 1, 1, after=(1,)),
         task("fine", 2, 1),
     ]
-    schedule = simulate(tasks, TWO)
-    first, second, third, fine = (o.refusal for o in schedule.tasks)
+    tickets = simulate(tasks, TWO)
+    first, second, third, fine = (str(ticket.error) for ticket in tickets)
     assert "larger than any device" in first
     assert second == "comes after 'huge', which can never run"
-    assert (third, fine) == ("comes after 'after it', which can never run", "")
-    assert [o.name for o in schedule.tasks if o.ended_s is not None] == ["fine"]
-    assert schedule.makespan_s == 2.0
-    none = simulate(tasks[:1], TWO)
-    assert (none.makespan_s, none.mean_wait_s, none.max_wait_s, none.utilisation) == (0, 0, 0, 0)
+    assert (third, fine) == ("comes after 'after it', which can never run", "None")
+    assert starts(tickets) == {"fine": 0.0}
+    assert figures(tasks, tickets, TWO)["makespan_s"] == 2.0
+    assert set(figures(tasks[:1], simulate(tasks[:1], TWO), TWO).values()) == {0.0}
 
 
 def test_limits_on_the_number_of_tasks_are_kept() -> None:
     tasks = [task(name, 10, 1) for name in "abcd"]
-    assert simulate(tasks, TWO, max_tasks=1).makespan_s == 20.0
-    assert simulate(tasks, TWO, max_processes=1).makespan_s == 40.0
-    assert simulate(tasks, TWO, max_tasks=1).bounds["places_s"] == 20.0
+    assert [*starts(simulate(tasks, TWO, max_tasks_per_device=1)).values()] == [0, 0, 10, 10]
+    assert [*starts(simulate(tasks, TWO, max_processes=1)).values()] == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize(
-    ("tasks", "chain_s", "memory_s", "large_s"),
+    ("tasks", "bound_s"),
     [
-        pytest.param([], 0, 0, 0, id="nothing"),
-        pytest.param([task("a", 10, 12)], 10, 2.5, 0, id="half a device is not large"),
-        pytest.param([task("a", 10, 12.1), task("b", 6, 13)], 10, (121 + 78) / 48, 8, id="more is"),
-        pytest.param([task("a", 10)], 10, 5, 5, id="a device to itself is all of it"),
-        pytest.param([task("a", 10, 1, exclusive=True)], 10, 5, 5, id="so is an exclusive one"),
-        pytest.param([task("a", 10, 24, count=2)], 10, 10, 10, id="several devices"),
-        pytest.param([task("a", 5, 1, arrival_s=2.0), task("b", 3, 1, arrival_s=9.0), task("c", 4, 1, arrival_s=3.0, after=(0, 1))], 14, 12 / 48, 0, id="a chain, from the first arrival"),
+        pytest.param([task("a", 10, 12), task("b", 10, 1)], 10, id="the longest task"),
+        pytest.param([task(name, 10, 12) for name in "abcde"], 12.5, id="all memory"),
+        pytest.param([task("a", 10), task("b", 10), task("c", 10)], 15, id="a device to itself is all of it"),
+        pytest.param([task("a", 5, 1, arrival_s=2.0), task("b", 3, 1, arrival_s=9.0), task("c", 4, 1, arrival_s=3.0, after=(0, 1))], 14, id="a chain, from the first arrival"),
     ],
 )  # fmt: skip
-def test_lower_bounds(
-    tasks: list[ListedTask], chain_s: float, memory_s: float, large_s: float
-) -> None:
-    schedule = simulate(tasks, TWO)
-    found = schedule.bounds
-    assert found["chain_s"] == chain_s
-    assert found["memory_s"] == pytest.approx(memory_s)
-    assert found["large_s"] == large_s
-    assert schedule.lower_bound_s == max(chain_s, found["memory_s"], large_s)
+def test_lower_bounds(tasks: list[ListedTask], bound_s: float) -> None:
+    found = figures(tasks, simulate(tasks, TWO), TWO)["lower_bound_s"]
+    assert found == pytest.approx(bound_s)
 
 
 # For any list.
@@ -196,35 +187,45 @@ def test_every_task_that_fits_starts_once_where_it_fits(
     patience: Patience,
     max_tasks: int | None,
 ) -> None:
-    asked = partial(simulate, tasks, there, max_tasks, style=style, patience=patience)
-    schedule = asked()
-    assert schedule == asked(), "the same every time"
+    settings = {"max_tasks_per_device": max_tasks, "style": style, "patience": patience}
+    tickets = simulate(tasks, there, **settings)
+    again = simulate(tasks, there, **settings)
+    assert starts(tickets) == starts(again), "the same every time"
     ran = [
-        (each, o, o.started_s, o.ended_s)
-        for each, o in zip(tasks, schedule.tasks, strict=True)
-        if o.started_s is not None and o.ended_s is not None
+        (each, ticket, ticket.ended_s)
+        for each, ticket in zip(tasks, tickets, strict=True)
+        if ticket.placement is not None and ticket.ended_s is not None
     ]
-    assert len(ran) == sum(not o.refusal for o in schedule.tasks), "it ran or can never run"
-    for each, outcome, started_s, ended_s in ran:
-        assert ended_s == started_s + each.duration_s
-        assert started_s >= outcome.submitted_s >= each.arrival_s
+    assert len(ran) == sum(ticket.error is None for ticket in tickets), "it ran or can never run"
+    for each, ticket, ended_s in ran:
+        assert ended_s == ticket.placed_s + each.duration_s
+        assert ticket.placed_s >= ticket.request.submitted_s >= each.arrival_s
         for before in each.after:
-            before_s = schedule.tasks[before].ended_s
-            assert before_s is not None and before_s <= outcome.submitted_s
-        assert len(set(outcome.devices)) == each.request.count
+            before_s = tickets[before].ended_s
+            assert before_s is not None and before_s <= ticket.request.submitted_s
+        assert len(set(ticket.devices)) == each.request.count
     if ran:
-        assert schedule.makespan_s >= schedule.lower_bound_s * (1 - 1e-9)
-    for moment in {started_s for _, _, started_s, _ in ran}:
+        found = figures(tasks, tickets, there)
+        assert found["makespan_s"] >= found["lower_bound_s"] * (1 - 1e-9)
+    for moment in {ticket.placed_s for _, ticket, _ in ran}:
         held: dict[int, list[ListedTask]] = {}
-        for each, outcome, started_s, ended_s in ran:
-            for device in outcome.devices if started_s <= moment < ended_s else ():
-                held.setdefault(device, []).append(each)
-        for device, those in held.items():
-            size = there.sizes_bytes[device]
-            least_bytes = sum(int(each.least_bytes(size)) for each in those)
-            assert least_bytes <= size, "more than there is"
+        for each, ticket, ended_s in ran:
+            for device in ticket.devices if ticket.placed_s <= moment < ended_s else ():
+                held.setdefault(device.index, []).append(each)
+        for index, those in held.items():
+            size = there.sizes_bytes[index]
+            assert sum(least_bytes(each.request, size) for each in those) <= size, (
+                "more than there is"
+            )
             assert len(those) == 1 or not any(each.request.exclusive for each in those)
             assert max_tasks is None or len(those) <= max_tasks
+
+
+def least_bytes(request: Request, size: int) -> int:
+    """Return the fewest bytes that a request takes on a device of `size` bytes."""
+    if request.exclusive or not isinstance(request.memory, int | float):
+        return size
+    return request.memory if isinstance(request.memory, int) else int(request.memory * size)
 
 
 #: No two of one shape, which wait for one another, and all of one priority.
@@ -257,26 +258,26 @@ def unlike(at: int, each: ListedTask) -> ListedTask:
 def test_without_known_durations_no_task_is_passed_more_often_than_allowed(
     tasks: list[ListedTask], style: PlacementStyle, passes: int, wait_s: float
 ) -> None:
-    schedule = simulate(tasks, TWO, style=style, patience=Patience(passes, wait_s, heads=0))
+    patience = Patience(passes, wait_s, heads=0)
+    tickets, _, passed = noting(tasks, TWO, style=style, patience=patience)
     # In the order of submission.
-    order = sorted(zip(schedule.tasks, tasks, strict=True), key=lambda each: each[0].submitted_s)
+    order = sorted(zip(tickets, tasks, strict=True), key=lambda each: each[0].request.submitted_s)
     for at, (blocked, _) in enumerate(order):
-        assert blocked.started_s is not None
+        assert blocked.placement is not None
         passed_at = sorted(
-            later.started_s
+            later.placed_s
             for later, _ in order[at + 1 :]
-            if later.started_s is not None
-            and blocked.submitted_s <= later.started_s < blocked.started_s
+            if blocked.request.submitted_s <= later.placed_s < blocked.placed_s
         )
         assert len(passed_at) <= passes
-        assert len(passed_at) == blocked.passed
+        assert len(passed_at) == passed[blocked.request.task_name]
         # All at the moment of the first count as one.
         assert all(s == passed_at[0] or s < passed_at[0] + wait_s for s in passed_at)
         if passed_at:
             # Then all drains: what ran there ends, and those before it go first, each as bounded.
             over_s = max(passed_at[-1], passed_at[0])
             ahead = sum(each.duration_s for _, each in order[:at])
-            assert blocked.started_s <= over_s + wait_s + ahead + max(t.duration_s for t in tasks)
+            assert blocked.placed_s <= over_s + wait_s + ahead + max(t.duration_s for t in tasks)
 
 
 @given(plain, st.sampled_from(["spread", "pack"]), st.integers(1, 3))
@@ -286,25 +287,36 @@ def test_with_right_durations_a_blocked_task_starts_when_it_was_expected(
     there = SimulatedDevices(f"{count}x24GiB")
     # Only the first in order has devices kept, until it has started.
     patience = Patience(10**6, math.inf, heads=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "Ledger", Promises)
-        Promises.first_s.clear()
-        known = [
-            replace(t, request=replace(t.request, expected_s=t.duration_s, count=1)) for t in tasks
-        ]
-        schedule = simulate(known, there, style=style, patience=patience)
-    for outcome in schedule.tasks:
-        assert outcome.started_s is not None
-        assert outcome.started_s <= Promises.first_s.get(outcome.name, math.inf) + 1e-6
+    known = [
+        replace(t, request=replace(t.request, expected_s=t.duration_s, count=1)) for t in tasks
+    ]
+    tickets, promised_s, _ = noting(known, there, style=style, patience=patience)
+    for ticket in tickets:
+        assert ticket.placement is not None
+        assert ticket.placed_s <= promised_s.get(ticket.request.task_name, math.inf) + 1e-6
 
 
-class Promises(Ledger):
-    """Notes when the first devices that were kept for a task are expected to be free, by its name."""
+class Notes(Ledger):
+    """A ledger that notes, by the name of a task, what `noting` says."""
 
     first_s: ClassVar[dict[str, float]] = {}
+    passed: ClassVar[dict[str, int]] = {}
 
     def try_write(self, version: int, changes: Mapping[str, Entry]) -> bool:
         for entry in changes.values():
-            if entry.status.starts_s is not None:
-                self.first_s.setdefault(entry.request.task_name, entry.status.starts_s)
+            name, status = entry.request.task_name, entry.status
+            self.passed[name] = status.passed
+            if status.starts_s is not None:
+                self.first_s.setdefault(name, status.starts_s)
         return super().try_write(version, changes)
+
+
+def noting(
+    tasks: list[ListedTask], there: SimulatedDevices, **settings: object
+) -> tuple[list[Ticket], dict[str, float], dict[str, int]]:
+    """Simulate. Return also when the first devices kept for a task were expected to be free, and how often it was passed."""
+    Notes.first_s.clear()
+    Notes.passed.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate_command, "Ledger", Notes)
+        return simulate(tasks, there, **settings), Notes.first_s, Notes.passed

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -22,21 +21,12 @@ from cyclopts import Parameter
 from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.broker.ticket import Ticket
 from prefect_gpu.cli.run_commands import AsJson, Count
-from prefect_gpu.cli.task_list import (
-    ListedTask,
-    Measured,
-    TaskListError,
-    parse_tasks,
-    recorded_run,
-)
+from prefect_gpu.cli.task_list import ListedTask, read_source
 from prefect_gpu.clock import RealClock
 from prefect_gpu.devices.simulated import SimulatedDevices, SimulatedReader
-from prefect_gpu.errors import PlacementError, ReportError
+from prefect_gpu.errors import PlacementError
 from prefect_gpu.live.table import table_lines
 from prefect_gpu.units import format_seconds
-
-#: A source with such a suffix, or in a folder, is a file, even if it does not exist.
-_SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
 
 
 def simulate_command(
@@ -72,7 +62,7 @@ def simulate_command(
         prefect-gpu simulate quiet-fox --devices 1x24GiB --json
     """
     simulated = SimulatedDevices(devices.removeprefix("simulated:"))
-    listed, run = _read(source)
+    listed, run = read_source(source)
     limits = {"max_processes": max_processes, "max_tasks_per_device": max_tasks_per_device}
     tickets = simulate(listed, simulated, style=placement, **limits)
     found, rows = figures(listed, tickets, simulated), [*map(_row, tickets)]
@@ -113,24 +103,6 @@ def simulate_command(
         more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         lines.append(f"{', '.join(refused[:3])}{more} can never run: {why}")
     return "\n".join(lines)
-
-
-def _read(source: str) -> tuple[list[ListedTask], Measured | None]:
-    path = Path(source)
-    try:
-        if source == "-":
-            return parse_tasks(sys.stdin, "standard input"), None
-        if path.is_file() or "/" in source or path.suffix in _SUFFIXES:
-            with path.open(encoding="utf-8-sig") as lines:
-                return parse_tasks(lines, source), None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskListError(f"{source} cannot be read: {error}") from error
-    from prefect_gpu.reports.published import report
-
-    try:
-        return recorded_run(report(source))
-    except ReportError as error:
-        raise ReportError(f"there is no file {source}; {error}") from error
 
 
 def figures(

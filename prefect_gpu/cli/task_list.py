@@ -10,9 +10,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
 
@@ -24,6 +26,9 @@ from prefect_gpu.units import parse_duration, parse_size
 if TYPE_CHECKING:
     from prefect_gpu.reports.model import TaskReport
     from prefect_gpu.reports.published import FlowRunReport
+
+#: A source with such a suffix, or in a folder, is a file, even if it does not exist.
+_SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +47,43 @@ class ListedTask:
     lag_s: float = 0.0
 
 
+class Measured(NamedTuple):
+    """Measurements of a past flow run, for comparison with its simulation."""
+
+    flow_run: str
+    flow_run_id: str
+    #: Seconds from the first request for a device to the last end of a process.
+    measured_makespan_s: float
+    #: Names of the used devices, one for each device.
+    measured_devices: tuple[str, ...]
+
+
 class TaskListError(PrefectGPUError):
     """A list of tasks cannot be read. The message names file, line and column."""
+
+
+def read_source(source: str) -> tuple[list[ListedTask], Measured | None]:
+    """Return the tasks of a file (`-`: standard input), or of a flow run (id or name) with the run's measurements.
+
+    Raises:
+        TaskListError: The file cannot be read.
+        ReportError: There is no such flow run, or its reports cannot be read.
+    """
+    path = Path(source)
+    try:
+        if source == "-":
+            return parse_tasks(sys.stdin or (), "standard input"), None
+        if path.is_file() or "/" in source or path.suffix in _SUFFIXES:
+            with path.open(encoding="utf-8-sig") as lines:
+                return parse_tasks(lines, source), None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskListError(f"{source} cannot be read: {error}") from error
+    from prefect_gpu.reports.published import report
+
+    try:
+        return recorded_run(report(source))
+    except ReportError as error:
+        raise ReportError(f"there is no file {source}; {error}") from error
 
 
 def _seconds(text: str) -> float:
@@ -62,7 +102,7 @@ def _yes(text: str) -> bool:
     return text.lower() in ("yes", "true", "1")
 
 
-#: By column: the field of `Request` or `ListedTask`, and the function that reads a cell's text.
+#: By column of a list: the field of `Request` or `ListedTask`, and the function that reads a cell's text.
 COLUMNS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "name": ("task_name", str),
     "arrival": ("arrival_s", _seconds),
@@ -141,17 +181,6 @@ def _read_row(row: Any) -> dict[str, Any]:
     if values and "duration_s" not in values:
         raise ValueError("column 'duration': nothing is given")
     return values
-
-
-class Measured(NamedTuple):
-    """Measurements of a past flow run, for comparison with its simulation."""
-
-    flow_run: str
-    flow_run_id: str
-    #: Seconds from the first request for a device to the last end of a process.
-    measured_makespan_s: float
-    #: Names of the used devices, one for each device.
-    measured_devices: tuple[str, ...]
 
 
 def recorded_run(run: FlowRunReport) -> tuple[list[ListedTask], Measured]:

@@ -129,6 +129,9 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     tasks: dict[str, tuple[ListedTask, list[str]]] = {}
     number = 0
     try:
+        heads = [] if is_json else [head.strip().lower() for head in table.fieldnames or ()]
+        if twice := {head for head in heads if heads.count(head) > 1}:
+            raise ValueError(f"column {min(twice)!r} is there twice")
         for number, row in enumerate(text if is_json else table, start=1):
             given = _read_row(row)
             if not given:

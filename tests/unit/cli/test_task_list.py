@@ -61,6 +61,7 @@ def test_a_missing_name_is_made_up_and_columns_may_be_in_any_order() -> None:
     [
         pytest.param("", "f: there is no task in it; accepted: CSV whose first line", id="nothing"),
         pytest.param("duration", "f: there is no task in it", id="columns alone"),
+        pytest.param("duration,Duration\n1,2", "f, line 1: column 'duration' is there twice", id="a column twice"),
         pytest.param("duration,colour\n1,red", "f, line 2: unknown column 'colour'; accepted: name, ", id="an unknown column"),
         pytest.param("duration\n1,2", "f, line 2: unknown column 'more cells than columns'", id="too many cells"),
         pytest.param("name\nx", "f, line 2: column 'duration': nothing is given", id="no duration"),

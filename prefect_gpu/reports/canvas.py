@@ -127,14 +127,10 @@ class Canvas:
         opacity: float | None = None,
         radius: float | None = None,
         dash: str | None = None,
-        title: str = "",
     ) -> None:
-        """Draw a rectangle. A browser shows `title` as a tooltip."""
+        """Draw a rectangle."""
         style = {"fill": fill, "fill_opacity": opacity, "stroke": stroke, "stroke_dasharray": dash}
-        shape = drawsvg.Rectangle(*_round(x, y, width, height), **style, rx=radius)
-        if title:
-            shape.append_title(clean(title))
-        self._drawing.append(shape)
+        self._drawing.append(drawsvg.Rectangle(*_round(x, y, width, height), **style, rx=radius))
 
     def line(
         self, points: Sequence[_Point], stroke: str, *, width: float = 1, dash: str | None = None

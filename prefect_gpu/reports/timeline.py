@@ -6,11 +6,11 @@ import heapq
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from prefect_gpu.measurements import Mark, Sample, Suspension
+from prefect_gpu.measurements import Mark
 from prefect_gpu.reports.canvas import (
     BUDGET,
     FRAME,
@@ -28,7 +28,7 @@ from prefect_gpu.reports.canvas import (
 )
 from prefect_gpu.reports.model import OUTCOMES, TaskReport
 from prefect_gpu.scheduling.model import Device
-from prefect_gpu.units import MIB, format_bytes, format_seconds
+from prefect_gpu.units import MIB, format_bytes
 
 #: Width in pixels. Prefect's v2 UI shows 580 in a window of 1280, 800 in one of 1600: wider images have too small text.
 WIDTH = 720
@@ -52,9 +52,6 @@ LANE_LIMIT = 64
 GANTT_LIMIT = 1500
 BAR_LIMIT = 12_000
 
-#: Most bars in a chart whose bars have tooltips. Tooltips work only if the image is opened alone, not inside a page.
-TITLE_LIMIT = 200
-
 #: Rounding error, in seconds, of a double with seconds since the epoch, and of the sum of two.
 EPOCH_PRECISION_S = 1e-6
 
@@ -72,40 +69,28 @@ _TALLEST_REQUEST = 1.5
 _TALLEST_BUDGET = 3.0
 
 
-def outline(
-    samples: Sequence[Sample], value: Callable[[Sample], int | None], buckets: int
-) -> _Series:
-    """Return a line through samples, reduced to the minimum and maximum of `buckets` groups; `None` is left out."""
-    points = [(s.at_s, v) for s in samples if (v := value(s)) is not None]
-    if len(points) <= 2 * buckets:
-        return points
-    size = -(-len(points) // buckets)
-    kept = [points[0]]
-    for i in range(0, len(points), size):
-        group = points[i : i + size]
-        kept += sorted({min(group, key=_amount), max(group, key=_amount)})
-    kept.append(points[-1])
-    return kept
-
-
 def task_timeline_svg(report: TaskReport) -> str:
     """Return a chart of one process's memory over time, with its budget, phases and marks.
 
     The time axis starts at the placement. A chart takes about 2.6 ms (178 samples, two shared cores).
     """
-    end_s = _end_s(report)
+    ends = (mark.at_s + (mark.duration_s or 0) for mark in report.marks)
+    end_s = max(report.held_s, *ends, 0.05)
     marks = sorted(report.marks, key=lambda mark: mark.at_s)
-    tints = _tints(marks)
+    names = dict.fromkeys(mark.name for mark in marks if mark.duration_s is not None)
+    tints = dict(zip(names, itertools.cycle(PHASE_TINTS), strict=False))
     left, right, top = 74, WIDTH - 20, 84 if marks else 62
     bottom = top + 226
     title = f"Memory of {report.task_run_name} over time"
     canvas = Canvas(WIDTH, bottom + (84 if tints else 52), title)
 
-    process = outline(report.samples, lambda s: s.process_bytes, 300)
-    reserved = outline(report.samples, lambda s: s.reserved_bytes, 300)
-    live = outline(report.samples, lambda s: s.live_bytes, 300)
+    process, reserved, live = (
+        [(s.at_s, size) for s in report.samples if (size := getattr(s, name)) is not None]
+        for name in ("process_bytes", "reserved_bytes", "live_bytes")
+    )
+    words = {"host": "process (resident)", "simulated": "process (simulated)"}
     lines = (
-        (process, _process_words(report), report.peak_process_bytes, PROCESS_EDGE),
+        (process, words.get(report.source, "process"), report.peak_process_bytes, PROCESS_EDGE),
         (reserved, "held by framework", report.peak_reserved_bytes, RESERVED),
         (live, "live", report.peak_live_bytes, LIVE),
     )
@@ -134,11 +119,11 @@ def task_timeline_svg(report: TaskReport) -> str:
         canvas.line([(left, y_of(size)), (right, y_of(size))], GRID)
         canvas.text(left - 10, y_of(size) + 4, label, fill=MUTED, anchor="end")
     _time_axis(canvas, end_s, x_of, bottom, "time since the task was placed")
-    _draw_marks(canvas, marks, x_of, top, bottom)
+    _draw_marks(canvas, marks, tints, x_of, top, bottom)
 
     if process:
-        ends = [(process[0][0], 0), *process, (process[-1][0], 0)]
-        canvas.area([(x_of(at), y_of(size)) for at, size in ends], PROCESS, 0.18)
+        corners = [(process[0][0], 0), *process, (process[-1][0], 0)]
+        canvas.area([(x_of(at), y_of(size)) for at, size in corners], PROCESS, 0.18)
     for line, _, _, colour in lines:
         if line:
             canvas.line([(x_of(at), y_of(size)) for at, size in line], colour, width=2)
@@ -146,51 +131,43 @@ def task_timeline_svg(report: TaskReport) -> str:
         peak_at, peak = max(process, key=_amount)
         canvas.dot(x_of(peak_at), y_of(peak), PROCESS_EDGE)
     else:
-        words = "too short to be measured: the process ended before its first reading"
+        text = "too short to be measured: the process ended before its first reading"
         x, y = (left + right) / 2, (top + bottom) / 2
-        canvas.text(x, y, words, fill=MUTED, anchor="middle", halo=True)
+        canvas.text(x, y, text, fill=MUTED, anchor="middle", halo=True)
     if refused is not None:
         held, request = refused
         ended_s = report.start_s + report.run_s + report.suspended_s
         x, y = min(x_of(ended_s), right - 1), y_of(held + request)
         x = max(left, x - 13)
         canvas.rect(x, y, 14, y_of(held) - y, REFUSED, stroke=REFUSED, opacity=0.15, dash="4 3")
-        words = f"refused: {format_bytes(request)}"
         # Below the budget's line: the label of the line is above it.
         y = min(y_of(held) + 16, bottom - 6)
-        canvas.text(x - 6, y, words, fill=REFUSED, anchor="end", bold=True, halo=True)
+        label = f"refused: {format_bytes(request)}"
+        canvas.text(x - 6, y, label, fill=REFUSED, anchor="end", bold=True, halo=True)
     for each in report.suspensions:
         x, end_x = x_of(each.begun_s), x_of(each.ended_s)
-        width, title = max(1.0, end_x - x), _suspension_words(each)
-        canvas.rect(x, top, width, bottom - top, MUTED, opacity=0.15, title=title)
-        for row, words in enumerate(("suspended", f"for {each.reason}" if each.reason else "")):
-            if label := shorten(clean(words), end_x - x - 6, 12):
+        canvas.rect(x, top, max(1.0, end_x - x), bottom - top, MUTED, opacity=0.15)
+        for row, text in enumerate(("suspended", f"for {each.reason}" if each.reason else "")):
+            if label := shorten(clean(text), end_x - x - 6, 12):
                 middle, y = (x + end_x) / 2, (top + bottom) / 2 + 16 * row
                 canvas.text(middle, y, label, size=12, fill=MUTED, anchor="middle", halo=True)
     if start_x - left > 58:
         x, y = (left + start_x) / 2, (top + bottom) / 2
         canvas.text(x, y, "starting", fill=MUTED, anchor="middle")
 
-    words = f"budget {_budget_words(report)}"
+    times = f"{len(report.devices)} × " if len(report.devices) > 1 else ""
+    text = f"budget {times}{format_bytes(report.budget_bytes)} ({report.budget_source})"
     if off_scale:
-        words, y = f"▲ {words}, above this chart", float(top + 16)
+        text, y = f"▲ {text}, above this chart", float(top + 16)
     else:
         y = y_of(budget) - 7
         canvas.line([(left, y + 7), (right, y + 7)], BUDGET, width=1.5, dash="7 4")
-    canvas.text(right - 8, y, words, fill=BUDGET, anchor="end", bold=True, halo=True)
+    canvas.text(right - 8, y, text, fill=BUDGET, anchor="end", bold=True, halo=True)
 
     peaks = ((name, peak, colour) for line, name, peak, colour in lines if line)
     canvas.legend(((f"{n}, peak {format_bytes(p)}", colour, 0.5) for n, p, colour in peaks), 28)
     canvas.legend(((name, tint, 0.5) for name, tint in tints.items()), bottom + 62)
     return canvas.svg()
-
-
-def _suspension_words(each: Suspension) -> str:
-    reason = f" for {each.reason}" if each.reason else ""
-    return (
-        f"suspended for {format_seconds(each.seconds)}{reason}, "
-        f"{format_bytes(each.moved_bytes)} in host memory"
-    )
 
 
 def _refused(report: TaskReport) -> tuple[int, int] | None:
@@ -201,24 +178,22 @@ def _refused(report: TaskReport) -> tuple[int, int] | None:
     return next(held, report.peak_process_bytes), report.refused_bytes
 
 
-def _tints(marks: Sequence[Mark]) -> dict[str, str]:
-    names = dict.fromkeys(mark.name for mark in marks if mark.duration_s is not None)
-    return {name: PHASE_TINTS[i % len(PHASE_TINTS)] for i, name in enumerate(names)}
-
-
 def _draw_marks(
-    canvas: Canvas, marks: Sequence[Mark], x_of: _Scale, top: float, bottom: float
+    canvas: Canvas,
+    marks: Sequence[Mark],
+    tints: Mapping[str, str],
+    x_of: _Scale,
+    top: float,
+    bottom: float,
 ) -> None:
     """Draw phases as tinted areas, other marks as vertical lines with names."""
-    tints = _tints(marks)
     free_x = 0.0
     for mark in marks:
         x = x_of(mark.at_s)
         if mark.duration_s is not None:
             width = max(1.5, x_of(mark.at_s + mark.duration_s) - x)
-            title = f"{mark.name}, step {mark.step}, {format_seconds(mark.duration_s)}"
             canvas.rect(x, top, width, bottom - top, tints[mark.name], opacity=0.13)
-            canvas.rect(x, top - 5, width, 5, tints[mark.name], title=title)
+            canvas.rect(x, top - 5, width, 5, tints[mark.name])
             continue
         canvas.line([(x, top - 10), (x, bottom)], MUTED, dash="2 3")
         # A name that would overlap the previous one is left out.
@@ -228,23 +203,6 @@ def _draw_marks(
         if text and begin_x >= free_x:
             canvas.text(begin_x, top - 14, text, size=12)
             free_x = begin_x + width + 8
-
-
-def _process_words(report: TaskReport) -> str:
-    if report.source == "host":
-        return "process (resident)"
-    return "process (simulated)" if report.source == "simulated" else "process"
-
-
-def _budget_words(report: TaskReport) -> str:
-    each = format_bytes(report.budget_bytes)
-    times = f"{len(report.devices)} × " if len(report.devices) > 1 else ""
-    return f"{times}{each} ({report.budget_source})"
-
-
-def _end_s(report: TaskReport) -> float:
-    latest = [report.held_s, *(sample.at_s for sample in report.samples[-1:])]
-    return max(*latest, *(mark.at_s + (mark.duration_s or 0) for mark in report.marks), 0.05)
 
 
 def _time_axis(canvas: Canvas, end_s: float, x_of: _Scale, y: float, title: str) -> None:
@@ -293,9 +251,8 @@ def flow_gantt_svg(reports: Sequence[TaskReport], numbers: Sequence[int] = ()) -
     for at_s, _ in time_ticks(end_s):
         canvas.line([(x_of(at_s), top - 4), (x_of(at_s), bottom)], GRID)
     y = float(top)
-    titled = sum(len(lane.bars) for lane in lanes) <= TITLE_LIMIT
     for lane in lanes:
-        _draw_lane(canvas, lane, x_of, y, titled)
+        _draw_lane(canvas, lane, x_of, y)
         y += lane.height
     if not lanes:
         words = "no process was placed on a device"
@@ -404,7 +361,7 @@ def _sum_up(changes: _Series, most_bytes: int) -> _Series:
     return list(levels.items())
 
 
-def _draw_lane(canvas: Canvas, lane: _Lane, x_of: _Scale, y: float, titled: bool) -> None:
+def _draw_lane(canvas: Canvas, lane: _Lane, x_of: _Scale, y: float) -> None:
     left, right = _GANTT
     canvas.line([(16, y), (right, y)], FRAME)
     _name_device(canvas, lane.device, y, left - 34)
@@ -413,7 +370,7 @@ def _draw_lane(canvas: Canvas, lane: _Lane, x_of: _Scale, y: float, titled: bool
     for bar in lane.bars:
         x = x_of(bar.at_s)
         width = max(1.5, x_of(bar.end_s) - x - 1)
-        _draw_bar(canvas, bar, x, y + 10 + bar.track * lane.pitch, width, bar_height, titled)
+        _draw_bar(canvas, bar, x, y + 10 + bar.track * lane.pitch, width, bar_height)
 
     floor = y + lane.height - 12
     peak_reserved, peak_used = (max(map(_amount, s), default=0) for s in (lane.reserved, lane.used))
@@ -464,23 +421,14 @@ def _stairs(levels: _Series, x_of: _Scale, floor: float, scale: float) -> list[t
     return [*points, (points[-1][0], floor)]
 
 
-def _draw_bar(
-    canvas: Canvas, bar: _Bar, x: float, y: float, width: float, height: float, titled: bool
-) -> None:
+def _draw_bar(canvas: Canvas, bar: _Bar, x: float, y: float, width: float, height: float) -> None:
     report, number = bar.report, bar.number
     outcome = OUTCOMES[report.outcome]
     colour = outcome.colour
-    name = clean(report.task_run_name)
-    if report.attempt > 1:
-        name += f" (attempt {report.attempt})"
-    title = ""
-    if titled:
-        used = f"{format_bytes(report.peak_process_bytes)} of {_budget_words(report)}"
-        title = f"{number}: {name}, {used}, {format_seconds(report.held_s)}, {report.outcome}"
     if width < 6:
-        canvas.rect(x, y, width, height, colour, opacity=0.8, title=title)
+        canvas.rect(x, y, width, height, colour, opacity=0.8)
         return
-    canvas.rect(x, y, width, height, colour, opacity=0.22, stroke=colour, radius=2, title=title)
+    canvas.rect(x, y, width, height, colour, opacity=0.22, stroke=colour, radius=2)
     filled = height * min(1.0, report.peak_process_bytes / max(1, report.budget_total_bytes))
     if height >= 12:
         canvas.rect(x, y + height - filled, width, filled, colour, opacity=0.25)
@@ -489,10 +437,12 @@ def _draw_bar(
         x_away, away = x + share * each.begun_s, max(1.0, share * each.seconds)
         # Background colour: the suspended process's memory is not on the device.
         canvas.rect(x_away, y + 1, away, height - 2, PAPER)
-        title = _suspension_words(each)
-        canvas.rect(x_away, y + 1, away, height - 2, MUTED, opacity=0.2, title=title)
+        canvas.rect(x_away, y + 1, away, height - 2, MUTED, opacity=0.2)
     if height < 12:
         return
+    name = clean(report.task_run_name)
+    if report.attempt > 1:
+        name += f" (attempt {report.attempt})"
     words = "" if report.outcome == "completed" else f" – {outcome.words}"
     for label in (f"{number}  {name}{words}", f"{number}{words}", f"{number}"):
         if text_width(label, 12) <= width - 8:

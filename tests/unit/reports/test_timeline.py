@@ -8,15 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_gpu.measurements import Mark, Sample, Suspension
-from prefect_gpu.reports.canvas import byte_ticks, shorten, text_width, time_label, time_ticks
+from prefect_gpu.measurements import Mark, Suspension
+from prefect_gpu.reports.canvas import (
+    MUTED,
+    byte_ticks,
+    shorten,
+    text_width,
+    time_label,
+    time_ticks,
+)
 from prefect_gpu.reports.model import CAUSE_WORDS, OUTCOME_WORDS
 from prefect_gpu.reports.timeline import (
     BAR_LIMIT,
     LANE_LIMIT,
     PHASE_TINTS,
     flow_gantt_svg,
-    outline,
     task_timeline_svg,
 )
 from prefect_gpu.scheduling.ladder import Cause
@@ -108,7 +114,7 @@ def training(steps: int) -> tuple[Mark, ...]:
     )
 
 
-def test_phases_are_bands_with_a_title_and_one_colour_for_each_name() -> None:
+def test_phases_are_bands_with_one_colour_for_each_name() -> None:
     svg = task_timeline_svg(task_report(marks=(*training(4), Mark(9, "done"))))
     rects = [e for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("rect")]
     bands = [e for e in rects if e.attrib["fill"] in PHASE_TINTS]
@@ -116,8 +122,6 @@ def test_phases_are_bands_with_a_title_and_one_colour_for_each_name() -> None:
     assert labels == ["forward", "backward", "step"], "each name is in the legend once"
     assert len(bands) == 2 * 12 + len(labels)
     assert len({e.attrib["fill"] for e in bands}) == 3
-    titles = ["".join(e.itertext()).strip() for e in bands]
-    assert "backward, step 2, 500ms" in titles
     numbers_are_on_paper(svg)
 
 
@@ -134,22 +138,13 @@ def test_every_cause_has_its_words() -> None:
     assert {*CAUSE_WORDS} == {*get_args(Cause)}
 
 
-def test_an_outline_keeps_both_extremes_of_each_stretch() -> None:
-    samples = [Sample(i, 50 + (i == 577) * 40 - (i == 811) * 50) for i in range(1000)]
-    line = outline(samples, lambda s: s.process_bytes, 20)
-    assert len(line) <= 42
-    assert (577, 90) in line and (811, 0) in line and line[-1] == (999, 50)
-    assert line == sorted(line)
-
-
 def test_charts_show_for_what_a_process_was_suspended() -> None:
     away = Suspension(2.0, 62.0, 1.5, 0.5, 8 * GIB, "task 'urgent'")
     report = task_report(run_s=10.0, suspensions=(away,))
-    said = "suspended for 1m for task 'urgent', 8GiB in host memory"
+    area = f'fill="{MUTED}" fill-opacity'
     for svg in (task_timeline_svg(report), flow_gantt_svg([report])):
         numbers_are_on_paper(svg)
-        titles = [e.text for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("title")]
-        assert said in titles
+        assert svg.count(area) == 1
     assert {"suspended", "for task 'urgent'"} <= {*words(task_timeline_svg(report))}
     # Without room for the words there is the area alone.
     short = task_report(run_s=10_000.0, suspensions=(away,))

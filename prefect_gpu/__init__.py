@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from prefect_gpu.frameworks.onnxruntime_adapter import onnxruntime_provider_options
     from prefect_gpu.in_task import Allocation, current_allocation, mark, phase, report_metric, step
     from prefect_gpu.policy import GPUPolicy, gpu
-    from prefect_gpu.reports.flow_leaderboard import publish_leaderboard
-    from prefect_gpu.reports.leaderboard import LeaderboardRow
+    from prefect_gpu.reports.leaderboard import LeaderboardRow, publish_leaderboard
     from prefect_gpu.reports.published import FlowRunReport, report
     from prefect_gpu.task_runner import GPUTaskRunner
     from prefect_gpu.task_worker import serve
@@ -51,8 +50,7 @@ _NAMES = {
     "frameworks.memory_help": ("find_batch_size", "memory_snapshot", "release_cached"),
     "frameworks.onnxruntime_adapter": ("onnxruntime_provider_options",),
     "reports.published": ("report", "FlowRunReport"),
-    "reports.leaderboard": ("LeaderboardRow",),
-    "reports.flow_leaderboard": ("publish_leaderboard",),
+    "reports.leaderboard": ("publish_leaderboard", "LeaderboardRow"),
 }
 
 # fmt: off

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -129,6 +132,16 @@ def format_joules(joules: float) -> str:
         if joules >= 0.9995 * factor:
             return f"{joules / factor:.1f}".removesuffix(".0") + unit
     return f"{joules:.0f}J"
+
+
+def format_percent(fraction: float) -> str:
+    """Return a fraction as a whole percentage: `31%`."""
+    return f"{fraction:.0%}"
+
+
+def text_of(value: _Value | None, as_text: Callable[[_Value], str] = str, absent: str = "") -> str:
+    """Return a value as text, or `absent` in place of `None`."""
+    return absent if value is None else as_text(value)
 
 
 def counted(number: int, word: str, plural: str = "") -> str:

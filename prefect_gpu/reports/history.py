@@ -43,7 +43,7 @@ from prefect_gpu.reports.publish import (
     read_pages,
 )
 from prefect_gpu.scheduling.history import KEPT_RUNS, HistoryKey, PastRun, learn
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.units import counted, format_bytes, format_seconds, text_of
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -62,9 +62,6 @@ READ_TRIES = 2
 
 #: Seconds without further calls after the API did not answer.
 AWAY_S = 60.0
-
-#: Runs of one history that may wait to be written; older runs are dropped. Only `KEPT_RUNS` are ever read.
-MOST_WAITING = 2 * KEPT_RUNS
 
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of the same name.
 DIGEST_CHARS = 12
@@ -156,33 +153,25 @@ class PrefectHistory:
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store a run in memory, and let the publisher write it; see `HistoryStore.add`."""
         version, runs = uuid4().hex, self._known.put(key, run)
-        self._publisher.put(
-            lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
-        )
+        self._publisher.put(lambda client: publish_run(key, version, runs, client))
 
     def _read(self, read: Callable[[SyncPrefectClient], _Read]) -> _Read:
         with self._lock:
             if self._clock.now() < self._away_until_s:
                 raise OSError(self._away_because)
-        try:
-            return self._ask(read)
-        except Exception as error:
-            # Process boundary: any fault of the API or of the network.
-            text = first_line(error)
-            with self._lock:
-                self._away_until_s = self._clock.now() + AWAY_S
-                self._away_because = text
-            raise OSError(text) from error
-
-    def _ask(self, read: Callable[[SyncPrefectClient], _Read]) -> _Read:
         with bounded_settings(self._settings, READ_TIMEOUT_S):
             for left in reversed(range(READ_TRIES)):
                 try:
                     with self._lend() as client:
                         return read(client)
                 except Exception as error:
-                    if not left or not may_pass(error):
-                        raise
+                    # Process boundary: any fault of the API or of the network.
+                    if left and may_pass(error):
+                        continue
+                    with self._lock:
+                        self._away_until_s = self._clock.now() + AWAY_S
+                        self._away_because = first_line(error)
+                    raise OSError(first_line(error)) from error
         raise AssertionError("the last try returns or raises")
 
 
@@ -209,14 +198,13 @@ def publish_run(
     """
     # `learn_by` is published even if empty.
     texts = {"schema": SCHEMA, "version": version, "learn_by": key.learn_by}
-    texts |= {**key.to_texts(), **runs[0].to_texts()}
     # The artifact belongs to no single flow run or task run.
     artifact = ArtifactCreate(
         key=history_artifact_key(key),
         type="markdown",
         description=history_summary(key, runs),
         data=history_markdown(key, runs),
-        metadata_=cut_values(texts),
+        metadata_=cut_values({**texts, **key.to_texts(), **runs[0].to_texts()}),
     )
     client.create_artifact(artifact)
 
@@ -235,14 +223,12 @@ def read_histories(
     client: SyncPrefectClient, wanted: Callable[[HistoryKey], bool] = lambda key: True
 ) -> list[KeptHistory]:
     """Return the readable histories in the API with a wanted key, ordered by task name. Errors of the client are raised."""
-    found: list[KeptHistory] = []
-    for name, key in _read_keys(client, f"{HISTORY_PREFIX}-"):
-        if wanted(key):
-            runs = _read_runs(name, client)
-            if runs:
-                found.append(KeptHistory(name, key, tuple(runs)))
-    found.sort(key=lambda kept: (kept.key.task_name, kept.key.flow_name or "", kept.artifact_key))
-    return found
+    found = [
+        KeptHistory(name, key, runs)
+        for name, key in _read_keys(client, f"{HISTORY_PREFIX}-")
+        if wanted(key) and (runs := _read_runs(name, client))
+    ]
+    return sorted(found, key=lambda k: (k.key.task_name, k.key.flow_name or "", k.artifact_key))
 
 
 def delete_history(key: str, client: SyncPrefectClient) -> int:
@@ -273,15 +259,12 @@ def _read_keys(client: SyncPrefectClient, front: str) -> Iterator[tuple[str, His
         if not artifact["key"].startswith(front):
             continue
         texts = artifact["metadata_"] or {}
-        try:
+        with contextlib.suppress(ValueError):
             _read_texts(texts)
-            key = HistoryKey.from_texts(texts)
-        except ValueError:
-            continue
-        yield artifact["key"], key
+            yield artifact["key"], HistoryKey.from_texts(texts)
 
 
-def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
+def _read_runs(key: str, client: SyncPrefectClient) -> tuple[PastRun, ...]:
     """Return the last `KEPT_RUNS` readable runs of the history with the artifact key `key`, newest first."""
     # The synchronous `client.read_artifacts` sends null for each filter that is not given, which the API refuses
     # (Prefect 3.8.8), and has no timeout.
@@ -291,11 +274,9 @@ def _read_runs(key: str, client: SyncPrefectClient) -> Sequence[PastRun]:
     found: dict[str, PastRun] = {}
     for artifact in answer.json():
         texts = artifact.get("metadata_") or {}
-        try:
+        with contextlib.suppress(ValueError):
             run = _read_texts(texts)
-        except ValueError:
-            continue
-        found.setdefault(texts["version"], run)
+            found.setdefault(texts["version"], run)
     return tuple(found.values())
 
 
@@ -308,9 +289,7 @@ def _read_texts(texts: dict[str, Any]) -> PastRun:
     return PastRun.from_texts(texts)
 
 
-def _size(size_bytes: int | None) -> str:
-    return "–" if size_bytes is None else format_bytes(size_bytes)
-
+_size = partial(text_of, as_text=format_bytes, absent="–")
 
 #: Columns of the table on a history's page: heading, and function that returns a run's cell.
 _COLUMNS: Mapping[str, Callable[[PastRun], str]] = {
@@ -324,7 +303,7 @@ _COLUMNS: Mapping[str, Callable[[PastRun], str]] = {
     "process peak": lambda run: format_bytes(run.process_bytes),
     "context": lambda run: _size(run.context_bytes or None),
     "retries": lambda run: str(run.alloc_retries or "–"),
-    "step": lambda run: "–" if run.step_s is None else format_seconds(run.step_s),
+    "step": lambda run: text_of(run.step_s, format_seconds, "–"),
     "cause": lambda run: CAUSE_WORDS.get(run.cause, escape(run.cause)) or "–",
 }
 
@@ -365,17 +344,15 @@ def _lesson(runs: Sequence[PastRun]) -> str:
     if lesson is None:
         known = "whose memory was measured " if any(r.outcome == "completed" for r in runs) else ""
         return f"No run {known}has completed: the next one is a first run, to find out."
-    count = "1 completed run" if lesson.runs == 1 else f"{lesson.runs} completed runs"
     all_of_it = ", all that a device can give" if lesson.need_bytes > lesson.budget_bytes else ""
     text = (
         f"Next budget: {format_bytes(lesson.budget_bytes)} of each device{all_of_it}, "
-        f"{format_bytes(lesson.context_bytes)} of it for the context, learned from {count}."
+        f"{format_bytes(lesson.context_bytes)} of it for the context, learned from "
+        f"{counted(lesson.runs, 'completed run')}."
     )
     if lesson.floor_bytes:
-        text += (
-            f" Not less than {format_bytes(lesson.floor_bytes)}: with a smaller one it ran out of "
-            "memory or slowed down."
-        )
+        least = format_bytes(lesson.floor_bytes)
+        text += f" Not less than {least}: with a smaller one it ran out of memory or slowed down."
     if lesson.growth >= 1.005:
         growth = f"{lesson.growth:.2f} times as large for that"
         text += f" Runs differ in what they need: it is {growth}."

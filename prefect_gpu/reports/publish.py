@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -40,6 +40,7 @@ from prefect_gpu.reports.markdown import (
     task_summary,
 )
 from prefect_gpu.reports.model import TaskReport, UnstartedRun
+from prefect_gpu.units import counted
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -152,14 +153,15 @@ class ProgressArtifact:
         #: Last published progress.
         self._said: tuple[float, str] | None = None
 
-    def publish(self, client: SyncPrefectClient) -> None:
+    def publish(self, client: SyncPrefectClient, may_create: bool = True) -> None:
         """Create the artifact, or update it if the progress has changed."""
+        if self.id is None and not may_create:
+            return
         counts = self._read()
         said = counts.percent, progress_words(counts)
         if said == self._said:
             return
-        share, words = said
-        content: dict[str, Any] = {"data": share, "description": words}
+        content: dict[str, Any] = {"data": said[0], "description": said[1]}
         if self.id is None:
             artifact = ArtifactCreate(
                 key=self._key, type="progress", flow_run_id=self._flow_run_id, **content
@@ -170,11 +172,6 @@ class ProgressArtifact:
             which = {"id": self.id}
             client.request("PATCH", "/artifacts/{id}", path_params=which, json=content)
         self._said = said
-
-    def publish_last(self, client: SyncPrefectClient) -> None:
-        """Update the artifact if it was created: a short flow has none."""
-        if self.id is not None:
-            self.publish(client)
 
 
 def read_pages(
@@ -200,8 +197,6 @@ class Job:
 
     #: Makes the API call; repeated after a failure.
     call: Callable[[SyncPrefectClient], object]
-    #: Series whose number of waiting jobs is limited, see `Publisher.put`. `None`: no series.
-    series: Hashable = None
     #: Returns the artifact, whose text goes to a file if the job is given up. `None`: a given-up job is lost.
     artifact: Callable[[], ArtifactCreate] | None = None
     #: Number of failed calls that the API may have carried out.
@@ -260,7 +255,7 @@ class Publisher:
     def publish(self, report: TaskReport, earlier: Sequence[TaskReport] = ()) -> None:
         """Publish the report of one process; return at once. See `task_artifact`."""
         make = functools.partial(task_artifact, report, earlier)
-        self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
+        self.put(lambda client: client.create_artifact(make()), make)
 
     def publish_flow(
         self,
@@ -278,7 +273,7 @@ class Publisher:
         def create(client: SyncPrefectClient) -> None:
             self.flow_report_id = client.create_artifact(make()).id
 
-        self._put(Job(create, artifact=make))
+        self.put(create, make)
 
     def show_progress(self, progress: ProgressArtifact) -> None:
         """Publish a flow's progress every `PROGRESS_S` seconds unless other jobs wait; return at once."""
@@ -290,15 +285,12 @@ class Publisher:
                 self._changed.notify_all()
 
     def put(
-        self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
+        self,
+        call: Callable[[SyncPrefectClient], object],
+        artifact: Callable[[], ArtifactCreate] | None = None,
     ) -> None:
-        """Queue an API call, which is repeated after a failure; return at once.
-
-        At most `most` calls of a series wait: the oldest is dropped. A call that is given up counts as a lost report.
-        """
-        self._put(Job(call, series), most)
-
-    def _put(self, job: Job, most: int = 0) -> None:
+        """Queue an API call, see `Job`; return at once. A call that is given up counts as a report."""
+        job = Job(call, artifact)
         with self._changed:
             if self._closed:
                 self._give_up(job, "it came after the flow had closed its reports")
@@ -306,10 +298,6 @@ class Publisher:
             if len(self._waiting) + (self._current is not None) >= WAITING_LIMIT:
                 self._give_up(job, f"{WAITING_LIMIT} others were waiting for the API")
                 return
-            if job.series is not None:
-                same = [each for each in self._waiting if each.series == job.series]
-                if len(same) >= most:
-                    self._waiting.remove(same[0])
             self._waiting.append(job)
             self._changed.notify_all()
             self._start()
@@ -331,9 +319,10 @@ class Publisher:
         with self._changed:
             progress = self._progress
             if not self._closed and progress is not None:
-                # The last progress shows how the flow ended. The call that creates the artifact may be in progress, so
-                # only the publisher's thread knows whether there is one.
-                self._waiting.append(Job(progress.publish_last, optional=True))
+                # The last progress shows how the flow ended; a short flow has no artifact. The call that creates the
+                # artifact may be in progress, so only the publisher's thread knows whether there is one.
+                last = functools.partial(progress.publish, may_create=False)
+                self._waiting.append(Job(last, optional=True))
             self._closed = True
             self._changed.notify_all()
             thread = self._thread
@@ -364,11 +353,12 @@ class Publisher:
             if self._warned or not self.saved + self.lost:
                 return
             self._warned = True
-            said = []
-            if self.saved:
-                said.append(f"{_count(self.saved)} not published but written to {self.folder}")
-            if self.lost:
-                said.append(f"{_count(self.lost)} lost")
+            ends = (self.saved, f"not published but written to {self.folder}"), (self.lost, "lost")
+            said = [
+                f"{counted(number, 'memory report was', 'memory reports were')} {end}"
+                for number, end in ends
+                if number
+            ]
             reason = self._last_error
         self._logger.warning(
             f"{' and '.join(said)}: {reason}. Tasks and their results are not affected; "
@@ -465,10 +455,6 @@ class Publisher:
                 with path.open("x", encoding="utf-8", errors="replace") as file:
                     file.write(str(artifact.data))
                 return
-
-
-def _count(reports: int) -> str:
-    return "1 memory report was" if reports == 1 else f"{reports} memory reports were"
 
 
 def first_line(error: Exception) -> str:

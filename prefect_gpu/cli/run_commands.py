@@ -20,7 +20,7 @@ from prefect_gpu.errors import ReportError
 from prefect_gpu.live.table import table_lines
 from prefect_gpu.policy import whole
 from prefect_gpu.scheduling.history import expected_s, learn
-from prefect_gpu.units import counted, format_bytes, format_seconds
+from prefect_gpu.units import counted, format_bytes, format_seconds, text_of
 
 if TYPE_CHECKING:
     from prefect_gpu.reports.advice import TaskTags
@@ -214,8 +214,7 @@ def reset_histories(
             raise ReportError(f"nothing is learned in flow {flow!r}; {hint}")
         where = "" if flow is None else f" in flow {flow!r}"
         known = {each.key.task_name for each in found}
-        unknown = set(tasks or ()) - known
-        if unknown:
+        if unknown := set(tasks or ()) - known:
             named, there = ", ".join(sorted(unknown)), ", ".join(sorted(known)) or "no task"
             problem = f"nothing is learned of {named}{where}; known: {there}"
             raise ReportError(f"{problem}. Nothing was deleted")
@@ -237,16 +236,15 @@ def _agreed(question: str) -> bool:
 
 def _history_row(history: KeptHistory) -> tuple[str, ...]:
     key, found = history.key, _history_json(history)
-    peak, seconds, budget = (found[name] for name in ("peak_bytes", "expected_s", "budget_bytes"))
     ended = datetime.fromtimestamp(found["last_ended_at"], timezone.utc)
     return (
         _named(key.task_name, key.learn_by_words or key.learn_by),
-        "none" if key.flow_name is None else key.flow_name,
+        text_of(key.flow_name, absent="none"),
         key.device_name,
         str(found["runs"]),
-        _size(peak),
-        "?" if seconds is None else format_seconds(seconds),
-        "not known: a first run" if budget is None else format_bytes(budget),
+        _size(found["peak_bytes"]),
+        text_of(found["expected_s"], format_seconds, "?"),
+        text_of(found["budget_bytes"], format_bytes, "not known: a first run"),
         f"{ended:%Y-%m-%d %H:%M}",
     )
 

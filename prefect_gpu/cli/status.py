@@ -14,8 +14,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 
@@ -39,9 +40,7 @@ from prefect_gpu.scheduling.model import DeviceKey, DeviceSnapshot
 from prefect_gpu.scheduling.reasons import sentence
 from prefect_gpu.scheduling.scheduling_pass import HostState, RequestQueue, explain, order_key
 from prefect_gpu.suspension.eligibility import REFUSED
-from prefect_gpu.units import counted, format_bytes, format_seconds
-
-T = TypeVar("T")
+from prefect_gpu.units import counted, format_bytes, format_percent, format_seconds, text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +54,35 @@ class HeldBy:
     busy_fraction: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TaskStatus:
-    """A task that has devices."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """A submitted task."""
 
     task: str
     #: Name and id of the task run; empty: there is no task run.
     task_run: str
     task_run_id: str
-    #: `runs`, `starts` (the process is not ready yet), or the state of its suspension.
-    state: str
-    devices: tuple[HeldBy, ...]
-    #: Seconds since the task got its devices; `None`: unknown.
+    #: Seconds since the task got its devices or, if it waits, since its submission; `None`: unknown.
     seconds: float | None
-    #: Id of the task's process; `None`: no process yet, or a process of another container.
-    pid: int | None
     #: Id of the flow's process; `None`: a process of another container.
     flow_pid: int | None
     user: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus(Submitted):
+    """A task that has devices."""
+
+    #: `runs`, `starts` (the process is not ready yet), or the state of its suspension.
+    state: str
+    devices: tuple[HeldBy, ...]
+    #: Id of the task's process; `None`: no process yet, or a process of another container.
+    pid: int | None
     #: `first run`: the need is unknown, and the budget is the most that the task may take. `whole device`: the task got
     #: all free memory of its devices. Empty: the budget is known.
-    mark: str = ""
+    mark: str
     #: How the task shares its devices with others: `time` (by turns) or `mps` (at the same time).
-    sharing: Literal["time", "mps"] = "time"
+    sharing: Literal["time", "mps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +97,12 @@ class OtherProcess:
     user: str
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingStatus:
-    """A waiting task. `flow_pid` is `None` if the flow's process is in another container."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingStatus(Submitted):
+    """A waiting task."""
 
-    task: str
-    task_run: str
-    task_run_id: str
     priority: int
-    #: Seconds since the submission.
-    seconds: float
     reason: str
-    flow_pid: int | None
-    user: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +137,19 @@ class Found:
     now_s: float
     spec: DeviceSpec
     #: Returns the name and the user of a process.
-    describe: Callable[[int], tuple[str, str]] = lambda pid: ("?", "?")
+    describe: Callable[[int], tuple[str, str]]
 
-    def flow(self, entry: Entry) -> tuple[int | None, str]:
-        """Return id and user of the flow process that owns an entry. The id is `None` for another container."""
-        owner = self.owners.get(entry.owner, Owner())
-        return owner.pid if owner.namespace == self.namespace else None, owner.user
+    def submitted(self, entry: Entry, since_s: float | None) -> dict[str, Any]:
+        """Return the fields of `Submitted` for an entry; `since_s`: the begin of its `seconds`."""
+        request, owner = entry.request, self.owners.get(entry.owner, Owner())
+        return {
+            "task": request.task_name,
+            "task_run": request.task_run_name,
+            "task_run_id": request.task_run_id,
+            "seconds": None if since_s is None else self.now_s - since_s,
+            "flow_pid": owner.pid if owner.namespace == self.namespace else None,
+            "user": owner.user,
+        }
 
 
 def machine_status(found: Found) -> Status:
@@ -183,16 +188,12 @@ def _hint(found: Found) -> str | None:
     simulated = found.spec.simulated
     if simulated is not None and not simulated.name:
         devices = f"simulated:{simulated.text}"
-        return (
-            f"{devices} is private to each process, so no tasks of flows are shown; write {devices}@NAME in the flow "
-            "and for --devices"
-        )
-    if any(snapshot.device.kind == "host" for snapshot in found.snapshots):
-        return (
-            "flows on simulated devices are not shown here; write simulated:2x24GiB@NAME in the flow and for "
-            "--devices"
-        )
-    return None
+        problem = f"{devices} is private to each process, so no tasks of flows are shown"
+    elif any(snapshot.device.kind == "host" for snapshot in found.snapshots):
+        devices, problem = "simulated:2x24GiB", "flows on simulated devices are not shown here"
+    else:
+        return None
+    return f"{problem}; write {devices}@NAME in the flow and for --devices"
 
 
 def _keys(entry: Entry) -> tuple[DeviceKey, ...]:
@@ -218,8 +219,6 @@ def _measure(
 def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, int]]) -> TaskStatus:
     entry = found.entries[request_id]
     snapshots = {snapshot.device.key: snapshot for snapshot in found.snapshots}
-    placed_s = found.placed_s.get(request_id)
-    flow_pid, user = found.flow(entry)
     mark = "whole device" if entry.request.memory is None else ""
     if any(reservation.probe for reservation in entry.reservations):
         mark = "first run"
@@ -227,9 +226,7 @@ def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, i
     if entry.suspension and not entry.suspension.startswith(REFUSED):
         state = entry.suspension
     return TaskStatus(
-        task=entry.request.task_name,
-        task_run=entry.request.task_run_name,
-        task_run_id=entry.request.task_run_id,
+        **found.submitted(entry, found.placed_s.get(request_id)),
         state=state,
         devices=tuple(
             HeldBy(
@@ -241,10 +238,7 @@ def _task(found: Found, request_id: str, held: Mapping[DeviceKey, Mapping[str, i
             for each in entry.reservations
             if (key := each.device_key) in snapshots
         ),
-        seconds=None if placed_s is None else found.now_s - placed_s,
         pid=entry.pid if entry.namespace == found.namespace else None,
-        flow_pid=flow_pid,
-        user=user,
         mark=mark,
         sharing="mps" if entry.request.client else "time",
     )
@@ -277,20 +271,14 @@ def _waiting(
         waits = sentence(explain(entry.request, queue, usable, host, now_s=found.now_s))
         return f"{entry.suspension}; {waits}" if entry.suspension else waits
 
-    def status(entry: Entry) -> WaitingStatus:
-        request, (flow_pid, user) = entry.request, found.flow(entry)
-        return WaitingStatus(
-            task=request.task_name,
-            task_run=request.task_run_name,
-            task_run_id=request.task_run_id,
-            priority=request.priority,
-            seconds=found.now_s - request.submitted_s,
+    return tuple(
+        WaitingStatus(
+            **found.submitted(entry, entry.request.submitted_s),
+            priority=entry.request.priority,
             reason=reason(entry),
-            flow_pid=flow_pid,
-            user=user,
         )
-
-    return tuple(map(status, sorted(waiting, key=lambda entry: order_key(entry.request))))
+        for entry in sorted(waiting, key=lambda entry: order_key(entry.request))
+    )
 
 
 @contextlib.contextmanager
@@ -342,41 +330,31 @@ def _describe(pid: int) -> tuple[str, str]:
 
 def status_lines(status: Status) -> list[str]:
     """Return the lines that show a status in a terminal."""
-    lines = table_lines([DEVICE_HEADS, *map(device_row, status.devices)])
-    lines += ["", f"{_number(status.tasks, 'task')} on devices"]
-    if status.tasks:
-        heads: Row = (
-            "task",
-            "state",
-            "device",
-            "budget",
-            "used",
-            "busy",
-            "for",
-            "pid",
-            "flow",
-            "user",
-        )
-        lines += table_lines([heads, *(row for task in status.tasks for row in _task_rows(task))])
-    lines += ["", f"{_number(status.waiting, 'task')} waiting"]
-    if status.waiting:
-        heads = ("", "task", "for", "flow", "user", "what it waits for")
-        lines += table_lines([heads, *map(_waiting_row, status.waiting, itertools.count(1))])
-    if status.others:
-        lines += ["", _number(status.others, "other process", "other processes")]
-        heads = ("pid", "name", "device", "used", "user")
-        rows = [
-            (str(o.pid), o.name, str(o.index), _text(o.used_bytes, format_bytes), o.user)
-            for o in status.others
-        ]
-        lines += table_lines([heads, *rows])
-    if status.hint is not None:
-        lines += ["", status.hint]
-    return lines
+    tasks = [row for task in status.tasks for row in _task_rows(task)]
+    waiting = map(_waiting_row, status.waiting, itertools.count(1))
+    others = [
+        (str(o.pid), o.name, str(o.index), _text(o.used_bytes, format_bytes), o.user)
+        for o in status.others
+    ]
+    return [
+        *table_lines([DEVICE_HEADS, *map(device_row, status.devices)]),
+        *("", f"{_number(status.tasks)} on devices"),
+        *table_lines([_TASK_HEADS, *tasks] if tasks else []),
+        *("", f"{_number(status.waiting)} waiting"),
+        *table_lines([_WAITING_HEADS, *waiting] if status.waiting else []),
+        *(("", counted(len(others), "other process", "other processes")) if others else ()),
+        *table_lines([_OTHER_HEADS, *others] if others else []),
+        *(("", status.hint) if status.hint else ()),
+    ]
 
 
-def _number(items: Sequence[Any], *word: str) -> str:
-    return counted(len(items), *word) if items else f"no {word[0]}s"
+_TASK_HEADS = ("task", "state", "device", "budget", "used", "busy", "for", "pid", "flow", "user")
+_WAITING_HEADS = ("", "task", "for", "flow", "user", "what it waits for")
+_OTHER_HEADS = ("pid", "name", "device", "used", "user")
+
+
+def _number(tasks: Sequence[Submitted]) -> str:
+    return counted(len(tasks), "task") if tasks else "no tasks"
 
 
 def _task_rows(task: TaskStatus) -> list[Row]:
@@ -388,7 +366,7 @@ def _task_rows(task: TaskStatus) -> list[Row]:
     rows: list[Row] = []
     for held in task.devices:
         sizes = (str(held.index), format_bytes(held.budget_bytes), format_bytes(held.used_bytes))
-        rows.append((*first, *sizes, _percent(held.busy_fraction), *last))
+        rows.append((*first, *sizes, text_of(held.busy_fraction, format_percent), *last))
         first, last = ("", ""), ("", "", "", "")
     return rows
 
@@ -401,9 +379,5 @@ def _waiting_row(waiting: WaitingStatus, place: int) -> Row:
     return (*task, _text(waiting.flow_pid), waiting.user, reason)
 
 
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f"{fraction:.0%}"
-
-
-def _text(value: T | None, as_text: Callable[[T], str] = str) -> str:
-    return "?" if value is None else as_text(value)
+#: Text of a value; `?`: the value is not known.
+_text = partial(text_of, absent="?")

@@ -16,7 +16,7 @@ from prefect_gpu.live.table import (
 )
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.reasons import Reason, sentence
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.units import format_bytes, format_seconds, text_of
 
 #: Most devices, waiting task runs and running task runs in a view, and running task runs in the smallest terminal.
 MOST_DEVICES, MOST_WAITING, MOST_RUNNING, LEAST_RUNNING = 8, 3, 10, 2
@@ -143,8 +143,7 @@ def view_lines(progress: FlowProgress, height: int) -> list[str]:
     if progress.waiting:
         waiting = progress.waiting[:MOST_WAITING]
         heads: Row = ("waiting", "for", "what it waits for")
-        why = ["" if each.reason is None else sentence(each.reason) for each in waiting]
-        rows = [(w.name, _since(w.seconds), said) for w, said in zip(waiting, why, strict=True)]
+        rows = [(w.name, _since(w.seconds), text_of(w.reason, sentence)) for w in waiting]
         after = table_lines([heads, *rows])
         after += _others(progress.counts.waiting - len(waiting), "waiting task run")
     if progress.running:
@@ -167,9 +166,8 @@ def _running_row(task: RunningTask) -> tuple[str, ...]:
         step = f"{task.steps:,}"
         if task.step_s is not None:
             step += f" ({format_seconds(task.step_s)} each)"
-    used = "" if task.used_bytes is None else format_bytes(task.used_bytes)
-    budget = format_bytes(task.budget_bytes)
-    return (task.name, ",".join(task.devices), used, budget, _since(task.seconds), step)
+    sizes = (text_of(task.used_bytes, format_bytes), format_bytes(task.budget_bytes))
+    return (task.name, ",".join(task.devices), *sizes, _since(task.seconds), step)
 
 
 def _since(seconds: float | None) -> str:

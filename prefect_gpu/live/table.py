@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from prefect_gpu.scheduling.memory import DeviceState
 from prefect_gpu.scheduling.model import Device
-from prefect_gpu.units import format_bytes
+from prefect_gpu.units import format_bytes, format_percent, text_of
 
 #: A row of a table.
 Row: TypeAlias = tuple[str, ...]
@@ -62,19 +62,18 @@ def device_label(device: Device) -> str:
 
 def device_row(device: DeviceStatus, label: str = "") -> Row:
     """Return the table row of a device. A `label` that is not empty replaces the index."""
-    busy = "" if device.busy_fraction is None else f"{device.busy_fraction:.0%}"
     sizes = (device.total_bytes, device.used_bytes, device.reserved_bytes, device.free_bytes)
     return (
         label or str(device.index),
         device.name,
-        *("?" if size is None else format_bytes(size) for size in sizes),
-        busy,
+        *(text_of(size, format_bytes, "?") for size in sizes),
+        text_of(device.busy_fraction, format_percent),
         device.error,
     )
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table. `rows` have equal length, the column heads are the first row."""
+    """Return the lines of a table: rows of equal length, the column heads first. No rows: no lines."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

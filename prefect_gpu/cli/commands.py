@@ -1,5 +1,8 @@
 """The console script `prefect-gpu`, and its commands about this machine and about tags.
 
+`suspend` and `resume` write the wanted state into the ledger of the machine, where a suspension lasts until `resume` or
+the task's end. The task's flow moves the memory, and writes its progress into the ledger.
+
 Exit codes: 0; 1 if `doctor` finds a problem, or `check` a tag that was probably meant as a GPU tag; 2 if an argument is
 wrong, the output cannot be written, or the machine or Prefect's API does not answer. Commands about past flow runs are
 in `run_commands`, `simulate` in `simulate_command`, the content of `status` in `status`. Functions import the modules
@@ -17,7 +20,9 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -31,6 +36,7 @@ from cyclopts import (
 )
 from cyclopts.validators import Number
 
+from prefect_gpu.broker.ledger import Ledger
 from prefect_gpu.cli.run_commands import (
     AsJson,
     list_histories,
@@ -39,16 +45,27 @@ from prefect_gpu.cli.run_commands import (
     show_report,
 )
 from prefect_gpu.cli.simulate_command import simulate_command
-from prefect_gpu.cli.suspend_command import resume, suspend
-from prefect_gpu.errors import PrefectGPUError
+from prefect_gpu.errors import PrefectGPUError, ReportError, SettingError
 from prefect_gpu.live.table import table_lines
 from prefect_gpu.policy import GPUPolicy, is_gpu_tag, near_miss, parse_tags, why_alone
-from prefect_gpu.units import format_bytes, format_seconds
+from prefect_gpu.suspension.eligibility import REFUSED
+from prefect_gpu.units import format_bytes, format_seconds, text_of
 
 if TYPE_CHECKING:
     from prefect_gpu.devices.spec import DeviceSpec
-    from prefect_gpu.scheduling.model import DeviceSnapshot
+    from prefect_gpu.scheduling.model import DeviceSnapshot, Request
     from prefect_gpu.settings import GPUSettings
+
+#: Seconds between two readings of the ledger.
+LOOK_S = 0.1
+
+#: Seconds without progress after which a command reports that the flow does not answer.
+SILENT_S = 10.0
+
+#: Fewest characters of an id that identify a run.
+SHORTEST_ID = 8
+
+_pause = threading.Event()
 
 
 def _version() -> str:
@@ -92,8 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
-        for token in tokens:
-            _check_encoding(token)
         result = app(tokens)
         if result is not None and not isinstance(result, int):
             print(result)
@@ -138,17 +153,6 @@ def _refuse(text: str) -> int:
 def _discard(stream: TextIO) -> None:
     """Drop a stream's unwritten output: at exit Python would flush the stream again, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _check_encoding(token: str) -> None:
-    """Raise `CycloptsError` for an argument that no command can print, send or find."""
-    try:
-        token.encode()
-    except UnicodeEncodeError:
-        if not os.path.lexists(token):
-            shown = os.fsencode(token).decode(errors="backslashreplace")
-            text = f"the argument '{shown}' is not UTF-8, and no file has that name"
-            raise CycloptsError(msg=text) from None
 
 
 def _commands() -> list[str]:
@@ -341,8 +345,8 @@ def _policy_rows(policy: GPUPolicy) -> list[tuple[str, str]]:
         ("enforce", policy.enforce),
         ("priority", str(policy.priority)),
         ("preemptible", "yes" if policy.preemptible else "no"),
-        ("wait", "no limit" if policy.wait_s is None else format_seconds(policy.wait_s)),
-        ("cpus", "a share of the cores" if policy.cpus is None else str(policy.cpus)),
+        ("wait", text_of(policy.wait_s, format_seconds, "no limit")),
+        ("cpus", text_of(policy.cpus, absent="a share of the cores")),
         ("learn_by", ", ".join(policy.learn_by) or "none"),
     ]
 
@@ -376,6 +380,84 @@ def _device_json(snapshot: DeviceSnapshot) -> dict[str, Any]:
         "processes": [{"pid": use.pid, "used_bytes": use.used_bytes} for use in snapshot.processes],
         "error": snapshot.error,
     }
+
+
+def suspend(run: str, *, share: bool = False) -> int:
+    """Move the GPU memory of a running task to the host, so that another program can use the device.
+
+    The suspension lasts until `prefect-gpu resume`, or the task's end. Without `--share` the freed memory stays reserved.
+    The exit code is 1 if a task is not suspended: the task continues, and the reason is printed.
+
+    Args:
+        run: Id of a flow run or task run, or at least the first eight characters of the id; or name of a task run.
+        share: Let other GPU tasks use the freed memory. After `resume` the task continues when there is room for it.
+
+    Examples:
+        prefect-gpu suspend train-4f1
+        prefect-gpu suspend 0198f3c1 --share
+    """
+    return _ask(run, away=True, share=share)
+
+
+def resume(run: str) -> int:
+    """Move the GPU memory of a suspended task back to its device, as soon as there is room.
+
+    Args:
+        run: Flow run or task run; see `prefect-gpu suspend`.
+
+    Examples:
+        prefect-gpu resume train-4f1
+    """
+    return _ask(run, away=False)
+
+
+def _means(request: Request, run: str) -> bool:
+    """Return whether the argument of `suspend` names the task run, or the flow run, of a request."""
+    ids = request.task_run_id, request.flow_run_id
+    known = len(run) >= SHORTEST_ID and any(each.startswith(run.lower()) for each in ids)
+    return known or run == request.task_run_name
+
+
+def _ask(run: str, away: bool, share: bool = False) -> int:
+    from prefect_gpu.broker.host_ledger import HostStore
+    from prefect_gpu.broker.preempting import hold_back
+
+    ledger = Ledger(partial(HostStore, _settings().ledger))
+    found = {i: each for i, each in ledger.running().items() if _means(each.request, run)}
+    if ledger.problem:
+        raise ReportError(f"the ledger of this machine cannot be read: {ledger.problem}")
+    if not found:
+        names = sorted({e.request.task_run_name for e in ledger.running().values()})
+        running = f"these have devices: {', '.join(names)}" if names else "no GPU task has a device"
+        accepted = "accepted: the name of a task run, the id of a task run or of a flow run"
+        raise SettingError(f"{run!r} names no GPU task of this machine; {running}; {accepted}")
+    for request_id in found:
+        ledger.rewrite(request_id, partial(hold_back, away=away, shared=share))
+    done = [_follow(ledger, i, e.request.task_run_name, away) for i, e in found.items()]
+    return 0 if all(done) else 1
+
+
+def _follow(ledger: Ledger, request_id: str, name: str, away: bool) -> bool:
+    """Print the progress of a task's suspension or resume until its end; return whether the move succeeded."""
+    told, silent_s = None, 0.0
+    while (entry := ledger.running().get(request_id)) is not None:
+        state = entry.suspension
+        if state and state != told:
+            print(f"{name}: {state}", flush=True)
+            told = state
+        if away and state.startswith((REFUSED, "away")):
+            return state.startswith("away")
+        if not away and not state:
+            print(f"{name}: runs")
+            return True
+        if told is None and silent_s >= SILENT_S:
+            text = f"{name}: its flow has not answered for {SILENT_S:g}s; the wish stays"
+            print(text, file=sys.stderr)
+            return False
+        silent_s += LOOK_S
+        _pause.wait(LOOK_S)
+    print(f"{name}: has ended")
+    return not away
 
 
 _add(_devices, "devices")

@@ -119,7 +119,9 @@ def examine() -> Iterator[Finding]:
     """Run all checks; yield each finding as soon as it is known."""
     driver, gpus = check_driver()
     yield from driver
-    yield from check_dependencies(_requirements(), _installed)
+    # Without its own metadata, the package is used from its source.
+    requirements = importlib.metadata.requires("prefect-gpu") if _installed("prefect-gpu") else ()
+    yield from check_dependencies(requirements or (), _installed)
     installed = [name for name in PROGRAMS if importlib.util.find_spec(name) is not None]
     with ThreadPoolExecutor(len(PROGRAMS), "prefect-gpu-doctor") as pool:
         builds = {name: pool.submit(look_at, name) for name in installed}
@@ -178,14 +180,6 @@ def judge_devices(snapshots: Any, visible: str | None) -> tuple[list[Finding], i
         fix = "docker run --pid=host shows them (docs/memory.md)"
         found.append(Finding("driver", "note", text, fix))
     return found, len(working)
-
-
-def _requirements() -> list[str]:
-    try:
-        return importlib.metadata.requires("prefect-gpu") or []
-    except importlib.metadata.PackageNotFoundError:
-        # The package is used from its source.
-        return []
 
 
 def check_dependencies(

@@ -12,8 +12,8 @@ import pytest
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
 from prefect_gpu.broker.phases import Phase
-from prefect_gpu.cli import suspend_command
-from prefect_gpu.cli.suspend_command import resume, suspend
+from prefect_gpu.cli import commands
+from prefect_gpu.cli.commands import resume, suspend
 from prefect_gpu.suspension.eligibility import REFUSED
 from tests.unit.scheduling.values import request, reserved
 
@@ -47,7 +47,7 @@ def a_flow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Flow:
     monkeypatch.setenv("PREFECT_INTEGRATIONS_GPU_LEDGER", str(tmp_path))
     flow = Flow(tmp_path)
     pause: Any = flow
-    monkeypatch.setattr(suspend_command, "_pause", pause)
+    monkeypatch.setattr(commands, "_pause", pause)
     # It was asked to make way for another task earlier, and had no memory yet.
     flow.shows(f"{REFUSED}it holds no device memory yet")
     return flow

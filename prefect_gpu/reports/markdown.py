@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 from uuid import UUID
 
 from prefect_gpu.measurements import Mark, StepFacts, Suspension
@@ -30,7 +32,15 @@ from prefect_gpu.reports.model import (
 )
 from prefect_gpu.reports.timeline import flow_gantt_svg, task_timeline_svg
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
-from prefect_gpu.units import GIB, MIB, counted, format_bytes, format_joules, format_seconds
+from prefect_gpu.units import (
+    GIB,
+    MIB,
+    counted,
+    format_bytes,
+    format_joules,
+    format_seconds,
+    text_of,
+)
 
 #: Most rows of a flow's table. Chromium takes a second longer for each 300 rows, because Prefect's v2 UI renders an
 #: artifact's page twice (3.8.8, two cores).
@@ -134,11 +144,6 @@ def _headline(report: TaskReport) -> str:
     return f"{head}: it {verb} {peak} of its {budget} budget{several} ({share})."
 
 
-def _budget_words(report: TaskReport) -> str:
-    values = escape(report.estimated_from or "", 200)
-    return f"{_BUDGET_WORDS[report.budget_source]} {values}".rstrip()
-
-
 def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     """Return the rows of a report's table, names and values. Rows without a value are left out."""
     several = len(report.devices) > 1
@@ -147,36 +152,33 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     framework = escape(report.framework or "none")
     # No framework allocates on simulated devices.
     by = "" if framework == "none" else f", by {framework}"
+    viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
+    snapshot = f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
+    again = f" (attempt {report.attempt})" if report.attempt > 1 else ""
     times = [("queued", report.queued_s), ("start", report.start_s), ("run", report.run_s)]
+    peak = f"{together}, {_SOURCE_WORDS[report.source]}"
+    estimated = escape(report.estimated_from or "", 200)
+    budget = f"{smallest}, {_BUDGET_WORDS[report.budget_source]} {estimated}".rstrip()
     rows = (
-        ("Outcome", OUTCOME_WORDS[report.outcome] + _attempt_words(report)),
+        ("Outcome", OUTCOME_WORDS[report.outcome] + again),
         ("Device", _device_words(report)),
         ("Values", escape(report.learn_by, 200)),
         *((f"Result: {escape(name)}", f"{x:.6g}") for name, x in report.metrics[:METRIC_LIMIT]),
         ("Sharing", "at the same time as others, by MPS" if report.sharing else ""),
         ("Shared with", escape(", ".join(report.shared_with), 500)),
-        (
-            "Budget",
-            _size(report.budget_bytes, f"{smallest}, {_budget_words(report)}"),
-        ),
-        ("Cap", _size(report.cap_bytes, f"{each}, what a framework could allocate", bold="")),
-        (
-            "Peak of the process",
-            _size(report.peak_process_bytes, f"{together}, {_SOURCE_WORDS[report.source]}"),
-        ),
-        ("Peak allocated (live)", _size(report.peak_live_bytes, by, bold="")),
+        ("Budget", _size(report.budget_bytes, budget)),
+        ("Cap", _size(report.cap_bytes, f"{each}, what a framework could allocate", "")),
+        ("Peak of the process", _size(report.peak_process_bytes, peak)),
+        ("Peak allocated (live)", _size(report.peak_live_bytes, by, "")),
         (
             "Peak held by the framework",
-            _size(report.peak_reserved_bytes, ", its cache included", bold=""),
+            _size(report.peak_reserved_bytes, ", its cache included", ""),
         ),
-        (
-            "Context",
-            _size(report.context_bytes or None, ", outside the framework's count", bold=""),
-        ),
+        ("Context", _size(report.context_bytes or None, ", outside the framework's count", "")),
         ("Steps", _step_words(report.steps)),
         ("Out of memory put down to", _oom_words(report)),
-        ("Memory snapshot", _snapshot_words(report)),
-        ("Leaked", _size(report.leaked_bytes, bold="")),
+        ("Memory snapshot", snapshot if report.snapshot_path else ""),
+        ("Leaked", _size(report.leaked_bytes, "", "")),
         ("Unused reservation", _unused_percent([report])),
         ("Tag for next time", _tag_words(tag, report)),
         ("GPU computed", _computed_words([report], "of the time")),
@@ -187,7 +189,7 @@ def _facts(report: TaskReport, tag: TagAdvice | None) -> list[tuple[str, str]]:
     return [row for row in rows if row[1]]
 
 
-def _size(size_bytes: int | None, more: str = "", bold: str = "**") -> str:
+def _size(size_bytes: int | None, more: str, bold: str = "**") -> str:
     return "" if size_bytes is None else f"{bold}{format_bytes(size_bytes)}{bold}{more}"
 
 
@@ -231,13 +233,6 @@ def _oom_words(report: TaskReport) -> str:
     return words
 
 
-def _snapshot_words(report: TaskReport) -> str:
-    if not report.snapshot_path:
-        return ""
-    viewer = "[PyTorch's viewer](https://pytorch.org/memory_viz)"
-    return f"{escape(report.snapshot_path, 500)}; open it in {viewer}"
-
-
 def _devices_and_processes(report: TaskReport) -> str:
     def words(pid: int | None) -> str:
         if pid is None:
@@ -265,26 +260,26 @@ def _left_out(count: int, what: str) -> str:
 def _phases(report: TaskReport) -> str:
     process = "NVML" if report.source == "nvml" else "process"
     sizes = ("allocated", "peak allocated", "reserved", "peak reserved", process)
-    heads: tuple[str, ...] = ("step", "phase", *sizes, "took")
-    rows = list(map(_phase, report.marks))
-    if all(mark.duration_s is None for mark in report.marks):
-        heads, rows = heads[:-1], [row[:-1] for row in rows]
+    text = table(
+        ("step", "phase", *sizes, "took"), map(_phase, report.marks), right=(0, 2, 3, 4, 5, 6, 7)
+    )
     note = "Sizes in MiB. The peaks of a phase are those in it, the peaks of a mark those since the mark before."
-    return table(heads, rows, right=(0, 2, 3, 4, 5, 6, 7)) + f"\n\n{note}"
+    return f"{text}\n\n{note}"
 
 
 def _phase(mark: Mark) -> tuple[str, ...]:
-    sizes = (
-        mark.allocated_bytes,
-        mark.peak_allocated_bytes,
-        mark.reserved_bytes,
-        mark.peak_reserved_bytes,
-        mark.process_bytes,
-    )
     # One unit for all rows: 2.1GiB in two rows may hide 50 MiB.
-    words = ("–" if size is None else f"{size / MIB:,.1f}" for size in sizes)
-    took = "–" if mark.duration_s is None else format_seconds(mark.duration_s)
-    return (str(mark.step), escape(mark.name), *words, took)
+    size = partial(text_of, as_text=lambda size_bytes: f"{size_bytes / MIB:,.1f}", absent="–")
+    return (
+        str(mark.step),
+        escape(mark.name),
+        size(mark.allocated_bytes),
+        size(mark.peak_allocated_bytes),
+        size(mark.reserved_bytes),
+        size(mark.peak_reserved_bytes),
+        size(mark.process_bytes),
+        text_of(mark.duration_s, format_seconds, "–"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +290,14 @@ class _Run:
     end: TaskReport | UnstartedRun
     #: Reports of the task run's processes, in order; empty: no process was started.
     attempts: tuple[TaskReport, ...] = ()
+    #: Address of the task run's page; `None`: there is none.
+    url: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the task run in markdown."""
+        name = escape(self.end.task_run_name)
+        return f"[{name}]({self.url})" if self.url else name
 
     @property
     def last(self) -> TaskReport | None:
@@ -312,13 +315,21 @@ class _Run:
         return self.attempts[0].placed_at
 
 
-def _task_runs(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRun]) -> list[_Run]:
+_Link: TypeAlias = Callable[[UUID], str | None]
+
+
+def _task_runs(
+    reports: Sequence[TaskReport],
+    unstarted: Sequence[UnstartedRun],
+    link: _Link = lambda task_run_id: None,
+) -> list[_Run]:
     """Return reports grouped by task run, in order of the first placement."""
     by_id: dict[UUID, list[TaskReport]] = {}
     for report in sorted(reports, key=lambda report: (report.attempt, report.placed_at)):
         by_id.setdefault(report.task_run_id, []).append(report)
-    runs = [_Run(attempts[-1], tuple(attempts)) for attempts in by_id.values()]
-    runs += [_Run(each) for each in unstarted if each.task_run_id not in by_id]
+    runs = [_Run(each[-1], tuple(each), link(run_id)) for run_id, each in by_id.items()]
+    others = (each for each in unstarted if each.task_run_id not in by_id)
+    runs += [_Run(each, url=link(each.task_run_id)) for each in others]
     return sorted(runs, key=lambda run: run.began_at)
 
 
@@ -327,7 +338,7 @@ def flow_markdown(
     unstarted: Sequence[UnstartedRun] = (),
     *,
     flow_name: str = "",
-    link: Callable[[UUID], str | None] = lambda task_run_id: None,
+    link: _Link = lambda task_run_id: None,
 ) -> str:
     """Return the report of one flow run in markdown: problems first, the table of all task runs last.
 
@@ -337,7 +348,7 @@ def flow_markdown(
         flow_name: Name of the flow in the chart's description.
         link: Returns the address of a task run's page; `None`: there is none.
     """
-    runs = _task_runs(reports, unstarted)
+    runs = _task_runs(reports, unstarted, link)
     parts = [f"**{flow_headline(reports, unstarted)}**"]
     if not runs:
         return parts[0] + "\n"
@@ -346,7 +357,7 @@ def flow_markdown(
         # A process may end before the driver is asked; its own report says so.
         sources.discard("framework")
     parts += [note for source, note in _SOURCE_NOTES.items() if source in sources]
-    if attention := _attention(runs, link):
+    if attention := _attention(runs):
         parts += ["### Needs attention", "\n".join(attention)]
     if reports:
         numbers = {report: at for at, run in enumerate(runs, 1) for report in run.attempts}
@@ -356,7 +367,7 @@ def flow_markdown(
         parts.append(_flow_waste(reports))
         if words := _computed_words(reports, "of the time of these tasks"):
             parts.append(f"**GPUs computed: {words}.**")
-    parts += ["### Every task run", _every_run(runs, link)]
+    parts += ["### Every task run", _every_run(runs)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -402,17 +413,17 @@ def flow_headline(reports: Sequence[TaskReport], unstarted: Sequence[UnstartedRu
     return text + "."
 
 
-def _attention(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> list[str]:
+def _attention(runs: Sequence[_Run]) -> list[str]:
     leaks = [
-        f"- **Leak**: {format_bytes(report.leaked_bytes)} did not come back after {_name(run, link)} on "
+        f"- **Leak**: {format_bytes(report.leaked_bytes)} did not come back after {run.name} on "
         f"{_device_words(report)}"
         for run in runs
         for report in run.attempts
         if report.leaked_bytes
     ]
-    failures = [_failure(run, link) for run in runs if run.end.outcome != "completed"]
+    failures = [_failure(run) for run in runs if run.end.outcome != "completed"]
     above = [
-        f"- **Above its budget**: {_name(run, link)} took {format_bytes(over)} more than its "
+        f"- **Above its budget**: {run.name} took {format_bytes(over)} more than its "
         f"{format_bytes(report.budget_total_bytes)}"
         for run in runs
         if (report := run.last)
@@ -426,8 +437,8 @@ def _attention(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> list
     return lines
 
 
-def _failure(run: _Run, link: Callable[[UUID], str | None]) -> str:
-    text = f"- {_state_words(run, first=str.capitalize)}: {_name(run, link)}"
+def _failure(run: _Run) -> str:
+    text = f"- {_state_words(run, first=str.capitalize)}: {run.name}"
     report = run.last
     if report and report.node:
         text += f" on {_on(report)}"
@@ -460,13 +471,13 @@ def _flow_waste(reports: Sequence[TaskReport]) -> str:
     return text
 
 
-def _every_run(runs: Sequence[_Run], link: Callable[[UUID], str | None]) -> str:
+def _every_run(runs: Sequence[_Run]) -> str:
     # Few columns: the v1 UI does not wrap cells, and each task run has a report with all values.
     heads = ["#", "task run", "outcome", "on", "peak of budget", "queued", "run", "cause"]
     # Above the limit, completed task runs are left out first.
     ranked = sorted(enumerate(runs, 1), key=lambda each: each[1].end.outcome == "completed")
     rows = [
-        (str(number), _name(run, link), _state_words(run), *_last_process(run))
+        (str(number), run.name, _state_words(run), *_last_process(run))
         for number, run in sorted(ranked[:ROW_LIMIT], key=lambda each: each[0])
     ]
     text = table(heads, rows, right=(0, 5, 6))
@@ -485,16 +496,6 @@ def _last_process(run: _Run) -> tuple[str, ...]:
     times = map(format_seconds, (report.queued_s, report.run_s))
     cause = next((r.cause for r in reversed(run.attempts) if r.cause), "")
     return (_on(report), sizes, *times, CAUSE_WORDS.get(cause, escape(cause)) or "–")
-
-
-def _name(run: _Run, link: Callable[[UUID], str | None]) -> str:
-    name = escape(run.end.task_run_name)
-    url = link(run.end.task_run_id)
-    return f"[{name}]({url})" if url else name
-
-
-def _attempt_words(report: TaskReport) -> str:
-    return f" (attempt {report.attempt})" if report.attempt > 1 else ""
 
 
 def _on(report: TaskReport) -> str:

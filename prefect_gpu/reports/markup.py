@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prefect_gpu.reports.canvas import clean
 
@@ -60,9 +60,9 @@ def image(alt: str, svg: str) -> str:
     return f"![{escape(alt)}](data:image/svg+xml;base64,{data})"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> str:
     """Return a markdown table of escaped cells, without empty columns. `right`: indices of right-aligned columns."""
-    columns = range(len(heads))
+    rows, columns = list(rows), range(len(heads))
     aligned = ["--:" if column in right else "---" for column in columns]
     kept = [at for at in columns if not rows or any(row[at] not in BLANKS for row in rows)]
     lines = ([cells[at] for at in kept] for cells in (heads, aligned, *rows))

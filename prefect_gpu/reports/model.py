@@ -376,16 +376,14 @@ def _value(name: str, text: str) -> object:
     kind = _BY_NAME[name].kind if name in _BY_NAME else None
     if kind in (TEXT, WORD):
         return text
-    if kind in (TEXTS, SIZES):
-        return kind.read(text)
-    words = {"unknown": None, "none": None, "True": True, "False": False}
-    if text in words:
-        return words[text]
-    for number_of in (int, float):
-        with contextlib.suppress(ValueError):
-            number = number_of(text)
-            # JSON has no infinity and no NaN.
-            return number if math.isfinite(number) else text
+    with contextlib.suppress(ValueError):
+        if kind is not None:
+            return kind.read(text)
+        number = float(text)
+        # JSON has no infinity and no NaN.
+        return (
+            int(text) if text.lstrip("-").isdigit() else number if math.isfinite(number) else text
+        )
     return text
 
 

@@ -147,8 +147,7 @@ class FlowRunReport:
             facts = ((html.escape(clean(name)), html.escape(clean(v))) for name, v in self.facts)
             rows = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in facts)
             parts.append(f"<table>{rows}</table>")
-        whole = self.markdown or "The flow has not ended yet."
-        parts += map(_html, (whole, *self.leaderboards))
+        parts += map(_html, (self.markdown or "The flow has not ended yet.", *self.leaderboards))
         for each in self.processes:
             attempt, outcome = each.figures.get("attempt", "?"), each.figures.get("outcome", "")
             summary = html.escape(clean(f"{each.task_run} · attempt {attempt} · {outcome}"))
@@ -163,20 +162,19 @@ class FlowRunReport:
 
     def to_json(self) -> str:
         """Return the figures as JSON, without texts and charts: sizes in bytes, times in seconds, `null`: not known."""
-        processes = [
-            {
-                "task_run": each.task_run,
-                "task_run_id": str(each.task_run_id),
-                "figures": figure_values(each.figures),
-            }
-            for each in self.processes
-        ]
         found = {
             "flow_run": self.flow_run,
             "flow_run_id": str(self.flow_run_id),
             "state": self.state,
             "figures": figure_values(self.figures),
-            "processes": processes,
+            "processes": [
+                {
+                    "task_run": each.task_run,
+                    "task_run_id": str(each.task_run_id),
+                    "figures": figure_values(each.figures),
+                }
+                for each in self.processes
+            ],
         }
         return json.dumps(found, indent=2)
 
@@ -267,8 +265,8 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
     Raises:
         ReportError: There is no such flow, its runs have no reports, or the API does not answer.
     """
+    accepted = "the name of a flow that has run, the id or the name of a flow run"
     with open_api() as client:
-        accepted = "the name of a flow that has run, the id or the name of a flow run"
         runs = _last_runs(client, str(flow), last) or [_find(client, flow, accepted)]
         of_tasks = {"artifacts": {"key": {"like_": f"{TASK_PREFIX}-"}}}
         artifacts = list(_all_of(client, "artifacts", [run.id for run in runs], of_tasks))
@@ -286,12 +284,9 @@ def read_task_reports(flow: UUID | str, last: int) -> tuple[TaskReport, ...]:
             unreadable = error
     if not reports:
         names = ", ".join(f"{run.name} ({str(run.id)[:8]})" for run in runs)
-        looked = (
-            f"looked at its last {len(runs)} runs: {names}"
-            if len(runs) > 1
-            else f"looked at {names}"
-        )
-        raise unreadable or ReportError(f"no reports of {str(flow)!r}: {_NO_PROCESS} ({looked})")
+        which = f"its last {len(runs)} runs: {names}" if len(runs) > 1 else names
+        problem = f"no reports of {str(flow)!r}: {_NO_PROCESS} (looked at {which})"
+        raise unreadable or ReportError(problem)
     return tuple(sorted(reports, key=lambda each: each.placed_at))
 
 

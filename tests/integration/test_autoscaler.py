@@ -17,13 +17,13 @@ import pytest
 from prefect import flow
 
 from prefect_gpu import GPUTaskRunner
+from tests.cases import needs
 from tests.fakes.ports import free_port
 from tests.integration.programs import MARK, REPOSITORY, Workplace, marked, wait_for
 from tests.integration.test_cluster import ONE, fails, listens, work
 
-ray = pytest.importorskip("ray")
-
 pytestmark = [
+    needs("ray"),
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="starts Ray nodes on this machine"),
     # Of Ray: files and sockets of the nodes that it has started.
@@ -70,6 +70,8 @@ def write_configuration(path: Path, address: str) -> None:
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
     """Start a head with an autoscaler; yield the cluster's address, and the port for clients."""
+    import ray
+
     folder = tmp_path_factory.mktemp("head")
     host = ray.util.get_node_ip_address()
     port, clients = free_port(), free_port()
@@ -116,6 +118,8 @@ def address(head: tuple[str, int]) -> str:
 def seen(address: str) -> Iterator[Callable[[], list[float] | None]]:
     """Return a function that returns the GPUs that the autoscaler is asked for; `None`: it was never asked."""
 
+    import ray
+
     def asked() -> list[float] | None:
         data = ray.experimental.internal_kv._internal_kv_get("autoscaler_resource_request")
         return None if data is None else sorted(each["GPU"] for each in json.loads(data))
@@ -142,6 +146,8 @@ def test_a_task_that_waits_gets_a_node_and_the_request_is_withdrawn(
         wait_for(lambda: len(list(tmp_path.glob("*-*-*"))) == 2)
         Path(tmp_path, "go").touch()
         return [future.result()[1] for future in futures]
+
+    import ray
 
     # A device holds one of them, so both ran at once on two.
     assert len(main()) == 2

@@ -33,6 +33,7 @@ from prefect_gpu.cluster.wire import STORED_BYTES, NodeFacts
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.devices.spec import DeviceSpec
 from prefect_gpu.scheduling.model import Device
+from tests.cases import needs
 from tests.fakes.ports import free_port
 from tests.fakes.traps import Traps
 from tests.integration import bodies
@@ -47,10 +48,10 @@ from tests.integration.programs import (
     wait_for,
 )
 
-ray = pytest.importorskip("ray")
 numpy = pytest.importorskip("numpy")
 
 pytestmark = [
+    needs("ray"),
     pytest.mark.skipif(sys.platform != "linux", reason="starts Ray nodes on this machine"),
     # Of Ray: files and sockets of the nodes that it has started.
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -102,6 +103,7 @@ class Machines:
 @contextmanager
 def started(*names: str) -> Iterator[Machines]:
     """Start a head and nodes of the names given."""
+    import ray
     from ray.cluster_utils import Cluster as LocalCluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -155,6 +157,8 @@ def connection() -> Cluster:
 
 
 def agent_pid(node: str) -> int:
+    import ray
+
     (actor,) = (m.actor for m in connection()._members.values() if m.name == node)
     return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
 
@@ -170,6 +174,7 @@ def left(machines: Machines) -> dict[int, str]:
 
 def stored_bytes(machines: Machines) -> int:
     """Return what the object stores of all nodes hold."""
+    import ray
     from ray._private.internal_api import node_stats
 
     ray.init(address=machines.address, logging_level="warning", log_to_driver=False)
@@ -205,6 +210,8 @@ def pair() -> Iterator[Machines]:
 def test_tasks_run_on_all_nodes(
     pair: Machines, prefect_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    import ray
+
     names = set(NAMES[:2])
     puts: list[int] = []
     put = RayStore.put
@@ -336,6 +343,8 @@ def test_a_node_dies_and_its_task_is_run_again_elsewhere(
 def test_a_flow_outside_of_the_cluster_is_its_client(
     machines: Machines, prefect_server: str
 ) -> None:
+    import ray
+
     @task(tags=gpu(memory="1GiB"))
     def double(given: Any) -> Any:
         return 2 * given

@@ -6,12 +6,13 @@ import sys
 
 import pytest
 
+from tests.cases import needs
 from tests.process.rig import eventually
 
-pytest.importorskip("ray")
 ray_nodes = pytest.importorskip("_ray_nodes")
 
 
+@needs("ray")
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts Ray nodes on this machine")
 def test_nodes_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

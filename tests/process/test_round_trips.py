@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.process import odd_script
 from tests.process.random_scripts import describe, describe_there, make_script, raised_by
 from tests.process.rig import Rig
 
 #: In one task.
 SCRIPTS = 12
+
+#: Not imported: it would import PyTorch in each worker.
+ODD_SCRIPT = Path(__file__).with_name("odd_script.py")
 
 Load = Callable[[str, str], types.ModuleType]
 
@@ -77,7 +79,7 @@ def test_what_random_scripts_define_is_the_same_there_and_back(
 
 
 def test_odd_definitions_of_a_script_are_whole_there(rig: Rig, by_value: Load) -> None:
-    script = by_value("fuzzed_odd", Path(odd_script.__file__).read_text(encoding="utf-8"))
+    script = by_value("fuzzed_odd", ODD_SCRIPT.read_text(encoding="utf-8"))
     here = script.look(script.LOOKS)
     assert rig.call(script.look, script.LOOKS) == here
     assert rig.call(script.look, [script.look_at_spawned]) == [4]

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import UUID
 
-from PIL import Image
-from playwright.sync_api import BrowserContext, Page, sync_playwright
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
 
 UI = Literal["v1", "v2"]
 
@@ -62,6 +62,8 @@ class Seen:
 @contextmanager
 def browser(width: int = 1280) -> Iterator[Callable[[bool], Page]]:
     """Open Chromium; yield a function that opens a page, dark or not."""
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(
             executable_path=CHROMIUM, args=FLAGS, timeout=PATIENCE_MS
@@ -137,6 +139,8 @@ def open_page(page: Page, api_url: str, path: str, words: str, ui: UI = "v2") ->
 
 def save(page: Page, out: Path, limit_bytes: int = 150_000) -> None:
     """Save the whole page as a PNG of at most `limit_bytes`, by fewer colours where it must."""
+    from PIL import Image
+
     # The UI scrolls inside the page: a tall window shows all of it.
     height = page.evaluate(
         "Math.max(...[...document.querySelectorAll('*')].map(e => e.scrollHeight))"

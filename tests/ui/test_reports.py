@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import httpx
@@ -18,14 +19,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_gpu.live.progress import RunCounts
 from prefect_gpu.reports.publish import ProgressArtifact, flow_artifact, task_artifact
 from prefect_gpu.units import GIB
+from tests.cases import needs
 from tests.fakes.reports import flow_reports, task_report
-
-pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytest.importorskip("PIL.Image", reason="pillow is not installed")
-
-from PIL import Image
-from playwright.sync_api import Page
-
 from tests.ui.capture import (
     CHROMIUM,
     PATIENCE_MS,
@@ -38,7 +33,11 @@ from tests.ui.capture import (
 )
 from tests.ui.server import running_server
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
 pytestmark = [
+    needs("playwright", "PIL"),
     pytest.mark.ui,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium"),
@@ -91,6 +90,8 @@ def keep(page: Page, name: str) -> None:
 
 def check_scheme(page: Page, folder: Path, name: str, dark: bool) -> None:
     """Save a screenshot, also without a folder in the environment; one of a dark page is dark."""
+    from PIL import Image
+
     out = Path(os.environ.get("PREFECT_GPU_TEST_PICTURES", folder), name)
     save(page, out)
     with Image.open(out) as picture:

@@ -42,10 +42,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:unclosed <socket.socket:ResourceWarning")
 
 
-def pytest_collection_finish() -> None:
-    """Leave the thousands of collected tests out of every later collection of garbage."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Leave the thousands of collected tests out of every collection of garbage, also of those while they are made."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.fixture(scope="session")

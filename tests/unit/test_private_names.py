@@ -22,6 +22,9 @@ PRIVATE = {
     for name in re.findall(r"(?:self\.|def )(_[a-z]\w*)", inspect.getsource(each))
 }
 
+#: What a module with an offence contains. To read the syntax of all modules takes seconds.
+NAMED = re.compile(rf"\b(Broker|Machine|{'|'.join(PRIVATE)})\b")
+
 #: Functions that replace an attribute.
 PATCHES = re.compile(r"(setattr|patch|patch\.object)$")
 
@@ -65,13 +68,14 @@ def offences(source: str) -> Iterator[str]:
     ],
 )
 def test_an_offence_is_found(source: str) -> None:
-    assert len(list(offences(source))) == 1
+    assert NAMED.search(source) and len(list(offences(source))) == 1
 
 
 def test_no_test_overrides_or_replaces_a_private_name_of_a_broker_or_its_machine() -> None:
     found = {
         str(path.relative_to(TESTS)): names
         for path in TESTS.rglob("*.py")
-        if (names := [*offences(path.read_text(encoding="utf-8"))])
+        if NAMED.search(source := path.read_text(encoding="utf-8"))
+        if (names := [*offences(source)])
     }
     assert found == {}

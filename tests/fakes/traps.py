@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -14,16 +15,21 @@ with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "imported"), 
 """
 
 
+@functools.cache
+def _names() -> set[str]:
+    """Names of modules. To read what each package has installed takes a second."""
+    names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
+    return {name for name in names - {"prefect_gpu"} if name.isidentifier()}
+
+
 class Traps:
     """A file for each module of the standard library and of the installed packages, this one excepted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        names = {*sys.stdlib_module_names, *importlib.metadata.packages_distributions()}
-        for name in names - {"prefect_gpu"}:
-            if name.isidentifier():
-                (folder / f"{name}.py").write_text(_TRAP)
+        for name in _names():
+            (folder / f"{name}.py").write_text(_TRAP)
 
     def remove(self, name: str) -> None:
         (self.folder / f"{name}.py").unlink(missing_ok=True)

@@ -55,7 +55,30 @@ int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long lo
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
+def _compile(folder: Path, *options: str) -> str:
+    source, library = folder / "driver.c", folder / DRIVER_LIBRARY
+    source.write_text(_DRIVER)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", *options, "-o", library, source],
+        check=True,
+    )
+    return os.fspath(library)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of the stand-in for the driver."""
+    if shutil.which("cc") is None:
+        pytest.skip("a stand-in for the driver is compiled")
+    return _compile(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="module")
+def library_with_ids(library: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of the stand-in for a driver that numbers its contexts."""
+    return _compile(tmp_path_factory.mktemp("driver"), "-DWITH_IDS")
+
+
 @pytest.mark.parametrize(
     ("lines", "lost"),
     [
@@ -79,18 +102,18 @@ int cuCtxGetId(void *context, unsigned long long *id) { *id = *(unsigned long lo
         ),
     ],
 )
-def test_a_context_that_was_destroyed_is_seen(tmp_path: Path, lines: list[str], lost: bool) -> None:
-    assert _report(tmp_path, lines, "-DWITH_IDS") == f"{lost} [1, 1]"
+def test_a_context_that_was_destroyed_is_seen(
+    library_with_ids: str, lines: list[str], lost: bool
+) -> None:
+    assert _report(library_with_ids, lines) == f"{lost} [1, 1]"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
-def test_a_driver_without_ids_says_nothing(tmp_path: Path) -> None:
+def test_a_driver_without_ids_says_nothing(library: str) -> None:
     lines = ["d.create(0)", "see()", "d.destroy(0)", "see()"]
-    assert _report(tmp_path, lines) == "False [1, 1]"
+    assert _report(library, lines) == "False [1, 1]"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
-def test_a_thread_is_unbound_by_captures_for_a_while(tmp_path: Path) -> None:
+def test_a_thread_is_unbound_by_captures_for_a_while(library: str) -> None:
     lines = [
         "from prefect_gpu.devices.cuda_driver import unbound_by_captures",
         "seen = []",
@@ -104,11 +127,10 @@ def test_a_thread_is_unbound_by_captures_for_a_while(tmp_path: Path) -> None:
         "with unbound_by_captures() as unbound: seen += [unbound, d.mode_now()]",
         "print(seen)",
     ]
-    assert _report(tmp_path, lines).splitlines()[0] == "[True, 2, 0, False, 0]"
+    assert _report(library, lines).splitlines()[0] == "[True, 2, 0, False, 0]"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
-def test_the_free_memory_of_a_context(tmp_path: Path) -> None:
+def test_the_free_memory_of_a_context(library: str) -> None:
     lines = [
         "from prefect_gpu.devices.cuda_driver import free_bytes",
         "seen = [free_bytes()]",
@@ -117,7 +139,7 @@ def test_the_free_memory_of_a_context(tmp_path: Path) -> None:
         "d.break_with(700)",
         "print([*seen, free_bytes(), d.count_pushed()])",
     ]
-    assert _report(tmp_path, lines).splitlines()[0] == "[None, 5, 0, None, 0]"
+    assert _report(library, lines).splitlines()[0] == "[None, 5, 0, None, 0]"
 
 
 def test_without_a_driver_a_thread_is_bound() -> None:
@@ -167,7 +189,6 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         started.kill()
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
 @pytest.mark.parametrize(
     ("code", "message", "is_client", "expected"),
     [
@@ -198,6 +219,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 )
 def test_an_error_says_how_the_context_ended(
     rig: Rig,
+    library: str,
     tmp_path: Path,
     server: subprocess.Popen[bytes],
     code: int,
@@ -205,7 +227,6 @@ def test_an_error_says_how_the_context_ended(
     is_client: bool,
     expected: str | None,
 ) -> None:
-    library = os.fspath(_compile(tmp_path))
     pipes = os.fspath(tmp_path / "pipe")
     environment: dict[str, str | None] = {}
     if is_client:
@@ -227,22 +248,19 @@ def test_an_error_says_how_the_context_ended(
         assert server.poll() is None
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
 def test_the_server_is_ended_while_a_body_goes_on_after_its_assertion(
-    rig: Rig, tmp_path: Path, server: subprocess.Popen[bytes]
+    rig: Rig, library: str, tmp_path: Path, server: subprocess.Popen[bytes]
 ) -> None:
     environment = mps.client_environment(os.fspath(tmp_path / "pipe"), None, None)
     environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    library = os.fspath(_compile(tmp_path))
     child = rig.start(_go_on, library, server.pid, environment=environment)
     assert child.value() is True
     child.exit()
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a stand-in for the driver is compiled")
-def test_a_client_that_hangs_after_a_fault_is_ended(rig: Rig, tmp_path: Path) -> None:
+def test_a_client_that_hangs_after_a_fault_is_ended(rig: Rig, library: str, tmp_path: Path) -> None:
     environment = mps.client_environment(os.fspath(tmp_path / "pipe"), None, None)
-    child = rig.start(_hang, os.fspath(_compile(tmp_path)), environment=environment)
+    child = rig.start(_hang, library, environment=environment)
     # A body that has ended by itself gets an error, too.
     with pytest.raises(RuntimeError, match=r"LAUNCH_FAILED.*had not ended") as caught:
         child.value()
@@ -250,26 +268,15 @@ def test_a_client_that_hangs_after_a_fault_is_ended(rig: Rig, tmp_path: Path) ->
     child.exit()
 
 
-def _compile(folder: Path, *options: str) -> Path:
-    source, library = folder / "driver.c", folder / DRIVER_LIBRARY
-    source.write_text(_DRIVER)
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", *options, "-o", library, source],
-        check=True,
-    )
-    return library
-
-
-def _report(folder: Path, lines: list[str], *options: str) -> str:
+def _report(library: str, lines: list[str]) -> str:
     """Return what is seen after some lines, and how many use each context."""
-    library = _compile(folder, *options)
     program = [
         "import ctypes",
         "from prefect_gpu.devices.cuda_driver import PrimaryContexts",
         "contexts = PrimaryContexts(2)",
         "see = contexts.read",
         "assert not see()",
-        f"d = ctypes.CDLL({os.fspath(library)!r})",
+        f"d = ctypes.CDLL({library!r})",
         *lines,
         "before = contexts.lost",
         # A reading leaves as many users as there were.

@@ -126,6 +126,15 @@ out["equal"] = [
     for k in ("empty", "half", "uint16", "transposed")
 ] + [torch.equal(back["sparse"].to_dense(), torch.eye(3)), torch.equal(a.weight, first.weight)]
 out["stride"] = back["transposed"].stride() == value["transposed"].stride()
+
+# Operators are pickled by name.
+library = torch.library.Library("my.package", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+namespace = getattr(torch.ops, "my.package")
+out["operators"] = []
+for each in (torch.ops, namespace, namespace.twice, namespace.twice.default):
+    make, arguments = torch_adapter.reduce_compiled(each)
+    out["operators"].append(make(*arguments) is each)
 """
 
 
@@ -147,6 +156,11 @@ def test_torch_on_the_host_with_a_limit(torch_on_the_host):
     assert found["tied"]
     assert found["equal"] == [True] * 6
     assert found["stride"]
+
+
+@needs_torch
+def test_an_operator_of_a_namespace_with_a_dot_is_found_again(torch_on_the_host):
+    assert torch_on_the_host["operators"] == [True] * 4
 
 
 @needs_torch

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,12 +83,17 @@ def test_a_framework_says_what_it_was_built_for() -> None:
     assert found.version and found.devices is not None
 
 
-def test_pytorch_is_asked_for_its_gpus_where_it_has_some(monkeypatch: Patch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+@pytest.mark.parametrize(("available", "gpus"), [(True, 3), (False, 0)])
+def test_pytorch_is_asked_for_its_gpus_where_it_has_some(
+    monkeypatch: Patch, available: bool, gpus: int
+) -> None:
+    cuda = SimpleNamespace(is_available=lambda: available, device_count=lambda: 3)
+    version = SimpleNamespace(cuda=None, hip="6.2")
+    torch = SimpleNamespace(__version__="2.11", cuda=cuda, version=version)
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     answer: dict[str, Any] = {}
     exec(doctor.PROGRAMS["torch"], answer)
-    assert answer["found"][2] == torch.cuda.device_count()
+    assert answer["found"] == ("2.11", "6.2", gpus)
 
 
 def test_a_framework_that_cannot_be_imported_says_why(monkeypatch: Patch) -> None:

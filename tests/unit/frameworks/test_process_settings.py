@@ -16,6 +16,8 @@ import pytest
 from prefect_gpu.frameworks import process_settings
 from prefect_gpu.frameworks.hooks import is_lazy
 
+DETERMINISTIC = "torch.use_deterministic_algorithms(True, warn_only=True); torch.autograd.set_detect_anomaly(True)"
+
 STATEMENTS = (
     "",
     "torch.set_default_dtype(torch.bfloat16); numpy.seterr(divide='raise', under='warn')",
@@ -24,24 +26,25 @@ STATEMENTS = (
     "torch.backends.fp32_precision = 'tf32'",
     "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
     "torch.backends.cudnn.benchmark = True; torch.backends.cudnn.deterministic = True",
-    "torch.use_deterministic_algorithms(True, warn_only=True); torch.autograd.set_detect_anomaly(True)",
+    DETERMINISTIC,
     "torch.autograd.set_detect_anomaly(True, check_nan=False); torch.backends.cuda.enable_flash_sdp(False)",
     "torch.multiprocessing.set_sharing_strategy('file_system')",
 )
 
 #: Prints, for each statement, the settings of a flow with it, and of a child: each a fork that has imported PyTorch.
+#: Then those of the statement in the second argument, and what a child that sets them finds without a further import.
 PROGRAM = """
 import json, os, sys, warnings
 import numpy, torch.multiprocessing
 from prefect_gpu.frameworks import process_settings
 
-def forked(code):
+def forked(code, found="process_settings.read()"):
     reading, writing = os.pipe()
     if not os.fork():
         # With warnings as errors: nothing is set that is as it should be.
         warnings.simplefilter("error")
         exec(code)
-        os.write(writing, repr(process_settings.read()).encode())
+        os.write(writing, repr(eval(found)).encode())
         os._exit(0)
     os.close(writing)
     return open(reading).read()
@@ -50,6 +53,11 @@ for statement in json.loads(sys.argv[1]):
     flow = forked(statement)
     code = f"process_settings.apply({flow})\\nfor name in {flow}: __import__(name)"
     print(json.dumps([statement, flow, forked(code)]))
+
+flow, before = forked(sys.argv[2]), len(sys.modules)
+code = f"process_settings.apply({{n: v for n, v in {flow}.items() if n != 'torch._inductor.config'}})"
+found = "torch.are_deterministic_algorithms_enabled(), len(sys.modules) - before < 100"
+print(json.dumps(["imports", flow, forked(code, found)]))
 """
 
 
@@ -57,7 +65,7 @@ for statement in json.loads(sys.argv[1]):
 def settings() -> dict[str, tuple[str, str]]:
     """Return the settings of a flow and of its child, by statement."""
     pytest.importorskip("torch")
-    printed = _printed(PROGRAM, json.dumps(STATEMENTS)).splitlines()
+    printed = _printed(PROGRAM, json.dumps(STATEMENTS), DETERMINISTIC).splitlines()
     return {statement: (flow, child) for statement, flow, child in map(json.loads, printed)}
 
 
@@ -76,16 +84,9 @@ def test_a_child_has_the_settings_of_the_flow(
 
 
 def test_to_set_a_child_s_settings_imports_little(settings: dict[str, Any]) -> None:
-    wanted = settings[STATEMENTS[7]][0]
-    program = f"""
-import sys, torch.multiprocessing, numpy
-before = len(sys.modules)
-from prefect_gpu.frameworks import process_settings
-process_settings.apply({{n: v for n, v in {wanted}.items() if n != "torch._inductor.config"}})
-print(torch.are_deterministic_algorithms_enabled(), len(sys.modules) - before < 100)
-"""
-    assert "deterministic algorithms': (True, True)" in wanted
-    assert _printed(program) == "True True"
+    flow, found = settings["imports"]
+    assert "deterministic algorithms': (True, True)" in flow
+    assert found == "(True, True)"
 
 
 def test_settings_wait_for_the_import_of_their_library(settings: dict[str, Any]) -> None:

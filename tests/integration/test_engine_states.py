@@ -484,9 +484,8 @@ def test_a_function_that_cannot_be_pickled_is_called_that(failed: Run) -> None:
     assert "the function of a GPU task" in str(failed.error("closure"))
 
 
-def test_large_values_arrays_and_tensors() -> None:
+def test_large_values_and_arrays() -> None:
     import numpy
-    import torch
 
     @task(tags=gpu(memory="1GiB", framework="none"))
     def echo(kind: str, value: Any) -> Any:
@@ -497,15 +496,10 @@ def test_large_values_arrays_and_tensors() -> None:
     @flow(task_runner=MANY)
     def large() -> Any:
         array = numpy.arange(1_000_000, dtype="float64").reshape(1000, 1000)
-        futures = [
-            echo.submit("bytes", b"x" * 50_000_000),
-            echo.submit("array", array),
-            echo.submit("tensor", torch.arange(10)),
-        ]
-        data, doubled, tensor = (future.result() for future in futures)
+        futures = [echo.submit("bytes", b"x" * 50_000_000), echo.submit("array", array)]
+        data, doubled = (future.result() for future in futures)
         assert len(data) == 50_000_001 and data.endswith(b"x!")
         assert (doubled == array * 2).all()
-        assert tensor.tolist() == list(range(0, 20, 2))
 
     large()
 

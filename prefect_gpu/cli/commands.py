@@ -109,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not tokens:
             raise CycloptsError(msg=f"a COMMAND is required; accepted: {', '.join(_commands())}")
+        for token in tokens:
+            _check_encoding(token)
         result = app(tokens)
         if result is not None and not isinstance(result, int):
             print(result)
@@ -153,6 +155,17 @@ def _refuse(text: str) -> int:
 def _discard(stream: TextIO) -> None:
     """Drop a stream's unwritten output: at exit Python would flush the stream again, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _check_encoding(token: str) -> None:
+    """Raise `CycloptsError` for an argument that no command can print, send or find."""
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        if not os.path.lexists(token):
+            shown = os.fsencode(token).decode(errors="backslashreplace")
+            text = f"the argument '{shown}' is not UTF-8, and no file has that name"
+            raise CycloptsError(msg=text) from None
 
 
 def _commands() -> list[str]:

@@ -397,6 +397,14 @@ def test_an_error_is_one_line_without_control_characters(capsys: Capture) -> Non
     assert line.startswith("prefect-gpu: gpu:memory=�]0;title� �8GiB: ") and line.isprintable()
 
 
+@pytest.mark.parametrize("command", ["check", "report", "simulate", "history"])
+def test_an_argument_that_is_not_utf_8_is_refused(capsys: Capture, command: str) -> None:
+    assert main([command, os.fsdecode(b"gpu:node=\xff")]) == 2
+    assert capsys.readouterr().err == (
+        "prefect-gpu: the argument 'gpu:node=\\xff' is not UTF-8, and no file has that name (see prefect-gpu --help)\n"
+    )
+
+
 def test_a_file_whose_name_is_not_utf_8_is_read(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / os.fsdecode(b"\xff.csv")
     file.write_text("name,duration\na,1s\n")

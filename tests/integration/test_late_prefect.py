@@ -20,6 +20,7 @@ from prefect.exceptions import MissingResult
 
 from prefect_gpu import GPUTaskRunner, gpu
 from prefect_gpu.clock import DEADLOCK_S
+from prefect_gpu.engine.task_run import ChildContext, EngineRun
 from prefect_gpu.errors import ResultError
 from prefect_gpu.processes.standby_pool import standby_pool
 from prefect_gpu.runner import task_plan
@@ -463,7 +464,8 @@ def test_a_context_that_cannot_be_read_fails_the_import_and_says_why(
         return prefect.__version__
 
     monkeypatch.setattr(task_plan, "uses_prefect", lambda function: False)
-    monkeypatch.setattr(task_plan, "without_parameters", lambda context: ({"x": Bomb()}, {}, {}))
+    broken = ChildContext({"x": Bomb()}, {}, {}, log_prints=False)
+    monkeypatch.setattr(EngineRun, "context_for_child", lambda self: broken)
     assert run(look)[0] == "it cannot be read"
 
 

@@ -666,19 +666,18 @@ class Attempt:
         report = None
         try:
             if self._record is not None and self._record.pid is not None:
-                grant = self._grant
                 report = self._record.report(
                     self.call,
                     self.broker.kind,
+                    self._number,
+                    self._source(),
+                    None if self.shares else self._grant.estimated_from.get(self._model()),
                     tuple(name for name in self._plan.named if name != registry.NO_FRAMEWORK),
                     self._verdict,
+                    self._leaked_bytes,
                     self.ticket.ended_s,
-                    attempt=self._number,
-                    budget_source=self._source(),
-                    estimated_from=None if self.shares else grant.estimated_from.get(self._model()),
-                    leaked_bytes=self._leaked_bytes,
-                    shared_with=tuple(self.ticket.neighbours),
-                    capacity_bytes=grant.capacity_bytes,
+                    tuple(self.ticket.neighbours),
+                    self._grant.capacity_bytes,
                 )
                 if line := ended_line(report):
                     self._run.say_ended(line)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 from prefect_gpu.frameworks.adapter import Counters
 from prefect_gpu.frameworks.out_of_memory import OutOfMemory
@@ -24,7 +23,7 @@ from prefect_gpu.measurements import (
 )
 from prefect_gpu.processes.messages import BodyEnded
 from prefect_gpu.reports.markup import clean_name
-from prefect_gpu.reports.model import ProcessPeak, Source, TaskReport, Verdict
+from prefect_gpu.reports.model import BudgetSource, ProcessPeak, Source, TaskReport, Verdict
 from prefect_gpu.runner.task_plan import TaskCall
 from prefect_gpu.scheduling.memory import OVERSHOOT_BYTES
 from prefect_gpu.scheduling.model import DeviceKind, DeviceWork, Placement
@@ -219,15 +218,22 @@ class ProcessRecord:
         self,
         call: TaskCall,
         kind: DeviceKind,
+        number: int,
+        budget_source: BudgetSource,
+        estimated_from: str | None,
         frameworks: tuple[str, ...],
         verdict: Verdict,
+        leaked_bytes: int | None,
         gone_s: float | None,
-        **facts: Any,
+        shared_with: tuple[str, ...] = (),
+        capacity_bytes: int | None = None,
     ) -> TaskReport:
         """Return the report of a call's process, once nothing is left of the process.
 
-        `frameworks` are from the tags; empty: the frameworks that the process used. `gone_s` is the monotonic time of
-        the end; `None`: now. `facts` are the fields of the report that the attempt knows.
+        `number` is the process's number in its task run, from 1. `frameworks` are from the tags; empty: the frameworks
+        that the process used. `leaked_bytes` were not freed; `None`: not known. `gone_s` is the monotonic time of the
+        end; `None`: now. `shared_with` names tasks on the same devices meanwhile. `capacity_bytes` is the largest
+        possible budget on each device; `None`: not known.
         """
         with self._lock:
             ended_s = self.ended_s if self.ended_s is not None else gone_s
@@ -238,10 +244,13 @@ class ProcessRecord:
             peak_live = largest(self._peak_live_bytes, series.peak_live_bytes)
             peak_reserved = largest(self._peak_reserved_bytes, series.peak_reserved_bytes)
             peak_process, context, source = self._add_up(kind, peak_reserved)
-            plan, run, identity = call.plan, call.run.task_run, call.identity
-            seen = self.out_of_memory
+            plan, run, identity, seen = (
+                call.plan,
+                call.run.task_run,
+                call.identity,
+                self.out_of_memory,
+            )
             return TaskReport(
-                **facts,
                 **{field.name: getattr(verdict, field.name) for field in fields(verdict)},
                 task_name=plan.task_name,
                 task_key=plan.task_key,
@@ -251,11 +260,15 @@ class ProcessRecord:
                 pid=self.pid,
                 devices=self._placement.devices,
                 framework=",".join(frameworks or self.used_frameworks) or "none",
+                attempt=number,
                 budget_bytes=min(self._placement.budget_bytes),
+                budget_source=budget_source,
+                estimated_from=estimated_from,
                 peak_process_bytes=peak_process,
                 peak_live_bytes=peak_live,
                 peak_reserved_bytes=peak_reserved,
                 context_bytes=context,
+                leaked_bytes=leaked_bytes,
                 queued_s=self._queued_s,
                 start_s=started_s - self._placed_s,
                 sharing="mps" if self.is_client else None,
@@ -285,6 +298,8 @@ class ProcessRecord:
                 budgets_bytes=self._placement.budget_bytes,
                 device_peaks_bytes=tuple(self._device_peaks),
                 refused_bytes=seen.wanted_bytes if seen else None,
+                shared_with=shared_with,
+                capacity_bytes=capacity_bytes,
                 counted_out=self._counted_out or not self._counted,
                 memory_summary=seen.summary if seen else "",
                 snapshot_path=seen.snapshot_path if seen else "",

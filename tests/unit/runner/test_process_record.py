@@ -54,17 +54,7 @@ def test_reports_are_as_far_apart_as_their_placements(monkeypatch: pytest.Monkey
 def made_of(
     learned: ProcessRecord, kind: DeviceKind = "nvml", verdict: Verdict = DIED
 ) -> TaskReport:
-    return learned.report(
-        CALL,
-        kind,
-        ("torch",),
-        verdict,
-        None,
-        attempt=2,
-        budget_source="tag",
-        estimated_from=None,
-        leaked_bytes=0,
-    )
+    return learned.report(CALL, kind, 2, "tag", None, ("torch",), verdict, 0, None)
 
 
 def counters(live: int, reserved: int | None) -> Counters:

@@ -63,6 +63,9 @@ READ_TRIES = 2
 #: Seconds without further calls after the API did not answer.
 AWAY_S = 60.0
 
+#: Runs of one history that may wait to be written; older runs are dropped. Only `KEPT_RUNS` are ever read.
+MOST_WAITING = 2 * KEPT_RUNS
+
 #: Characters of the digest in an artifact's key: 48 bits distinguish histories of the same name.
 DIGEST_CHARS = 12
 
@@ -153,7 +156,9 @@ class PrefectHistory:
     def add(self, key: HistoryKey, run: PastRun) -> None:
         """Store a run in memory, and let the publisher write it; see `HistoryStore.add`."""
         version, runs = uuid4().hex, self._known.put(key, run)
-        self._publisher.put(lambda client: publish_run(key, version, runs, client))
+        self._publisher.put(
+            lambda client: publish_run(key, version, runs, client), series=key, most=MOST_WAITING
+        )
 
     def _read(self, read: Callable[[SyncPrefectClient], _Read]) -> _Read:
         with self._lock:

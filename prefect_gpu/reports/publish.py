@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -197,6 +197,8 @@ class Job:
 
     #: Makes the API call; repeated after a failure.
     call: Callable[[SyncPrefectClient], object]
+    #: Series whose number of waiting jobs is limited, see `Publisher.put`. `None`: no series.
+    series: Hashable = None
     #: Returns the artifact, whose text goes to a file if the job is given up. `None`: a given-up job is lost.
     artifact: Callable[[], ArtifactCreate] | None = None
     #: Number of failed calls that the API may have carried out.
@@ -255,7 +257,7 @@ class Publisher:
     def publish(self, report: TaskReport, earlier: Sequence[TaskReport] = ()) -> None:
         """Publish the report of one process; return at once. See `task_artifact`."""
         make = functools.partial(task_artifact, report, earlier)
-        self.put(lambda client: client.create_artifact(make()), make)
+        self._put(Job(lambda client: client.create_artifact(make()), artifact=make))
 
     def publish_flow(
         self,
@@ -273,7 +275,7 @@ class Publisher:
         def create(client: SyncPrefectClient) -> None:
             self.flow_report_id = client.create_artifact(make()).id
 
-        self.put(create, make)
+        self._put(Job(create, artifact=make))
 
     def show_progress(self, progress: ProgressArtifact) -> None:
         """Publish a flow's progress every `PROGRESS_S` seconds unless other jobs wait; return at once."""
@@ -285,12 +287,15 @@ class Publisher:
                 self._changed.notify_all()
 
     def put(
-        self,
-        call: Callable[[SyncPrefectClient], object],
-        artifact: Callable[[], ArtifactCreate] | None = None,
+        self, call: Callable[[SyncPrefectClient], object], series: Hashable = None, most: int = 0
     ) -> None:
-        """Queue an API call, see `Job`; return at once. A call that is given up counts as a report."""
-        job = Job(call, artifact)
+        """Queue an API call, which is repeated after a failure; return at once.
+
+        At most `most` calls of a series wait: the oldest is dropped. A call that is given up counts as a lost report.
+        """
+        self._put(Job(call, series), most)
+
+    def _put(self, job: Job, most: int = 0) -> None:
         with self._changed:
             if self._closed:
                 self._give_up(job, "it came after the flow had closed its reports")
@@ -298,6 +303,10 @@ class Publisher:
             if len(self._waiting) + (self._current is not None) >= WAITING_LIMIT:
                 self._give_up(job, f"{WAITING_LIMIT} others were waiting for the API")
                 return
+            if job.series is not None:
+                same = [each for each in self._waiting if each.series == job.series]
+                if len(same) >= most:
+                    self._waiting.remove(same[0])
             self._waiting.append(job)
             self._changed.notify_all()
             self._start()

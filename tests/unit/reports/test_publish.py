@@ -233,6 +233,58 @@ def test_a_published_report_is_not_kept_in_memory() -> None:
     it.close(PATIENCE_S)
 
 
+def test_only_the_newest_waiting_jobs_of_a_series_are_published(hung: FakeAPI) -> None:
+    done: list[str] = []
+    made = publisher(hung)
+
+    def put(name: str, series: str | None) -> None:
+        made.put(lambda client: done.append(name), series=series, most=2)
+
+    # The thread has taken this job, and hangs in opening its client.
+    put("first", None)
+    for index in range(5):
+        put(f"a{index}", "a")
+        put(f"alone{index}", None)
+    put("b0", "b")
+    hung.go.set()
+    made.close(PATIENCE_S)
+    assert made.lost == 0
+    in_order = [f"alone{i}" for i in range(3)] + ["a3", "alone3", "a4", "alone4", "b0"]
+    assert done == ["first", *in_order]
+
+
+def test_jobs_of_a_series_that_come_one_by_one_are_all_published() -> None:
+    api = FakeAPI()
+    made = publisher(api)
+    done: list[int] = []
+    for index in range(5):
+        published = threading.Event()
+
+        def job(client: object, index: int = index, published: threading.Event = published) -> None:
+            done.append(index)
+            published.set()
+
+        made.put(job, series="a", most=1)
+        assert published.wait(PATIENCE_S)
+    made.close(PATIENCE_S)
+    assert done == list(range(5))
+
+
+def test_a_dropped_job_does_not_count_as_waiting(
+    monkeypatch: pytest.MonkeyPatch, hung: FakeAPI
+) -> None:
+    monkeypatch.setattr(publish, "WAITING_LIMIT", 4)
+    done: list[int] = []
+    made = publisher(hung)
+    made.put(lambda client: done.append(-1))
+    for index in range(20):
+        made.put(lambda client, index=index: done.append(index), series="a", most=1)  # type: ignore[misc]
+    hung.go.set()
+    made.close(PATIENCE_S)
+    assert made.lost == 0
+    assert done[-1] == 19
+
+
 def refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 

@@ -423,7 +423,7 @@ class Broker:
         The stage `MOVING_IN` asks whether the process may resume: its devices are reserved for it, and no suspension is
         wanted, by the ledger's newest entry. The answer is put into `Ticket.may_resume`.
         """
-        self._put(events.Moved(ticket, Trigger(stage), text))
+        self._put(events.Moved(ticket, stage, text))
 
     def free_bytes(self, device: Device, patience_s: float = 2.0) -> int | None:
         """Return a device's free bytes at a new reading; `None`: none came in `patience_s`, or the device has failed."""

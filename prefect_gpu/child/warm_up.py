@@ -81,7 +81,7 @@ def find_started() -> str:
 
 
 def _find_users_module(entries: Iterable[str], before: Collection[str]) -> str:
-    """Return that a library imported a module of the user's, which belongs to the task, as text; empty: none did."""
+    """Return which module of the user's a library has imported before the task, as text; empty: none."""
     asked = {entry.partition(":")[0].partition(".")[0] for entry in entries}
     for name in sys.modules.keys() - before:
         path = look_at(name, "__file__")

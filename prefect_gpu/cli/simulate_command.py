@@ -190,7 +190,7 @@ def simulate(
         stepped=True,
         **settings,
     )
-    #: By position in the list; `waiting` has the tickets without a decision.
+    #: Tickets by the position of their task in the list, and those without a decision.
     tickets: dict[int, Ticket] = {}
     waiting: dict[int, Ticket] = {}
     #: Seconds, whether a task arrives rather than ends, and its position. At equal times ends are handled before

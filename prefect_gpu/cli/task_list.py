@@ -102,7 +102,7 @@ def _yes(text: str) -> bool:
     return text.lower() in ("yes", "true", "1")
 
 
-#: By column of a list: the field of `Request` or `ListedTask`, and the function that reads a cell's text.
+#: Columns of a list. Each has a field of `Request` or `ListedTask`, and the function that reads a cell's text.
 COLUMNS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "name": ("task_name", str),
     "arrival": ("arrival_s", _seconds),
@@ -125,7 +125,7 @@ def parse_tasks(lines: Iterable[str], source: str) -> list[ListedTask]:
     text = list(lines)
     table = csv.DictReader(text, restkey="more cells than columns", strict=True)
     is_json = "".join(text).lstrip().startswith("{")
-    #: By name: the task, and the names of its predecessors.
+    #: Tasks by name, each with the names of its predecessors.
     tasks: dict[str, tuple[ListedTask, list[str]]] = {}
     number = 0
     try:

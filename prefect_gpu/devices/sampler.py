@@ -67,15 +67,15 @@ class Sampler:
     #: Returns `Reading.host_available_bytes`.
     read_host_available: Callable[[], int] = read_host_available_bytes
     #: Used by the sampler's thread alone.
-    _utilisation: Utilisation = field(default_factory=Utilisation)
+    _utilisation: Utilisation = field(default_factory=Utilisation, init=False)
     #: Guards all below; never held while reading or publishing.
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _thread: threading.Thread | None = None
-    _active: bool = False
-    _asked: bool = False
-    _stopping: bool = False
-    _failures: int = 0
-    _due_s: float = float("-inf")
+    _changed: threading.Condition = field(default_factory=threading.Condition, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _active: bool = field(default=False, init=False)
+    _asked: bool = field(default=False, init=False)
+    _stopping: bool = field(default=False, init=False)
+    _failures: int = field(default=0, init=False)
+    _due_s: float = field(default=float("-inf"), init=False)
 
     def set_active(self, active: bool) -> None:
         """Start or stop reading at the interval; the first reading, if due, is made at once. Raises as `refresh`."""

@@ -1,9 +1,9 @@
 """One process of one task run, from its request for a device to its report.
 
 `Attempt.place` waits for a device. `Attempt.run` starts the child process, reads the messages to the engine's thread,
-and carries out the actions of `process_run`. `Attempt.hear` receives the messages of the child. The report is made once the engine's thread is done and the device shows
-the memory as free. `scheduling` chooses devices, `process_run` the
-next step.
+and carries out the actions of `process_run`. `Attempt.hear` receives the child's messages. The report is made once the
+engine's thread is done and the device shows the memory as free. `scheduling` chooses devices, `process_run` the next
+step.
 """
 
 from __future__ import annotations

@@ -184,10 +184,10 @@ class _Machine:
     _most: float
     _refuses: Callable[[Request, str], bool]
     #: Devices that later plans may not use.
-    _kept: set[DeviceKey] = field(default_factory=set)
+    _kept: set[DeviceKey] = field(default_factory=set, init=False)
     #: Devices and suspended tasks of the plans so far.
-    _taken: set[DeviceKey] = field(default_factory=set)
-    _suspended: set[str] = field(default_factory=set)
+    _taken: set[DeviceKey] = field(default_factory=set, init=False)
+    _suspended: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         for state in self._states.values():

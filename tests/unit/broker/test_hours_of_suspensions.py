@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from prefect_gpu.broker.broker import Broker, Ticket, next_sequence
 from prefect_gpu.broker.ledger import Ledger
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.clock import FakeClock
 from prefect_gpu.devices.simulated import SimulatedDevices
 from prefect_gpu.scheduling.model import Request
@@ -179,16 +180,16 @@ class Machine:
             del self.tasks[task.id]
         elif task.phase == "running" and task.wanted_away and task.job.refuses:
             task.wanted_away = False
-            broker.show_suspension(ticket, "refused", "not suspended: it refuses")
+            broker.show_suspension(ticket, Trigger.NOT_MOVED, "not suspended: it refuses")
         elif task.phase == "running" and task.wanted_away:
             task.phase, task.left_s = "out", task.until_s - now_s
             task.until_s = now_s + out_s(task.held_bytes)
             task.suspensions += 1
-            broker.show_suspension(ticket, "moving out", "moving to the host")
+            broker.show_suspension(ticket, Trigger.MOVING_OUT, "moving to the host")
         elif task.phase == "out" and is_over:
             self.reader.detach(task.pid)
             task.phase = "away"
-            broker.show_suspension(ticket, "away", "away")
+            broker.show_suspension(ticket, Trigger.MOVED_OUT, "away")
         elif task.phase == "away" and not task.wanted_away and self.may_resume(task):
             task.phase, task.until_s = "in", now_s + in_s(task.held_bytes)
             before = task.devices
@@ -198,13 +199,13 @@ class Machine:
         elif task.phase == "in" and is_over:
             task.phase, task.until_s, task.back_s = "running", now_s + task.left_s, now_s
             self.absences.append(now_s - task.went_s)
-            broker.show_suspension(ticket, "running", "")
+            broker.show_suspension(ticket, Trigger.MOVED_IN, "")
         else:
             return False
         return True
 
     def may_resume(self, task: Task) -> bool:
-        task.broker.show_suspension(task.ticket, "moving in", "moving back")
+        task.broker.show_suspension(task.ticket, Trigger.MOVING_IN, "moving back")
         task.broker.look()
         return task.ticket.may_resume.get_nowait()
 

@@ -7,6 +7,7 @@ import pytest
 from prefect_gpu.broker.broker import Ticket
 from prefect_gpu.broker.device_view import SUSPENDED_BYTES
 from prefect_gpu.broker.ledger import Entry
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.preempting import ASK_AGAIN_S
 from prefect_gpu.broker.ticket import BY_HAND, FOR_FIRST_RUNS
 from prefect_gpu.scheduling.model import Device
@@ -49,17 +50,17 @@ class FirstRun:
         self.rig.broker.look()
 
     def move_out(self) -> None:
-        self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
+        self.rig.broker.show_suspension(self.ticket, Trigger.MOVING_OUT, "moving to the host")
         self.rig.reader.detach(self.pid)
         self.rig.clock.advance(5)
-        self.rig.broker.show_suspension(self.ticket, "away", "away")
+        self.rig.broker.show_suspension(self.ticket, Trigger.MOVED_OUT, "away")
         self.rig.broker.look()
 
     def move_in(self) -> None:
         assert may_resume(self.rig, self.ticket)
         self.rig.reader.attach(self.pid, [self.uuid])
         self.rig.reader.allocate(self.pid, self.uuid, int(self.gib * GIB))
-        self.rig.broker.show_suspension(self.ticket, "running", "")
+        self.rig.broker.show_suspension(self.ticket, Trigger.MOVED_IN, "")
         self.rig.broker.look()
 
 
@@ -169,12 +170,12 @@ def test_where_the_newest_refuses_the_next_one_goes(
     rig.broker.look()
     old.grow(13.6)
     assert third.hear() == [True] and new.hear() == []
-    rig.broker.show_suspension(third.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.show_suspension(third.ticket, Trigger.NOT_MOVED, "not suspended: it uses jax")
     third.hear()
     assert third.entry.wish is None
     old.grow(14)
     assert new.hear() == [True] and third.hear() == [True]
-    rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.show_suspension(new.ticket, Trigger.NOT_MOVED, "not suspended: it uses jax")
     # The oldest has the whole device as its cap.
     old.grow(14.4)
     assert new.hear() == [True] and third.hear() == [True] and old.hear() == []
@@ -191,7 +192,7 @@ def test_what_is_learned_of_one_that_was_asked_counts_once_it_has_refused(
     assert new.hear() == [True]
     rig.learn(new.ticket, 9)
     assert new.entry.reservations[0].reserved_bytes > 9 * GIB
-    rig.broker.show_suspension(new.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.show_suspension(new.ticket, Trigger.NOT_MOVED, "not suspended: it uses jax")
     rig.broker.look()
     assert new.entry.reservations[0].reserved_bytes == 9 * GIB
 

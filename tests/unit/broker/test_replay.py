@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.units import GIB
 from tests import event_files
 from tests.unit.broker.broker_rig import Rig
@@ -26,10 +27,10 @@ def recorded(tmp_path: Path) -> Path:
     rig.clock.advance(100)
     urgent = rig.submit("urgent", 20, priority=1, devices=("0",))
     rig.broker.look()
-    rig.broker.show_suspension(low, "moving out", "moving to the host")
+    rig.broker.show_suspension(low, Trigger.MOVING_OUT, "moving to the host")
     assert low.pid is not None
     rig.reader.detach(low.pid)
-    rig.broker.show_suspension(low, "away", "away")
+    rig.broker.show_suspension(low, Trigger.MOVED_OUT, "away")
     rig.decided(urgent)
     probes = [rig.place(name, probe_fraction=1.0, devices=("1",)) for name in "ab"]
     for probe in probes:

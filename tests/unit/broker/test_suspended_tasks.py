@@ -10,6 +10,7 @@ import pytest
 from prefect_gpu.broker.broker import Ticket
 from prefect_gpu.broker.host_ledger import HostStore
 from prefect_gpu.broker.ledger import Entry, Ledger
+from prefect_gpu.broker.phases import Trigger
 from prefect_gpu.broker.preempting import ASK_AGAIN_S, hold_back
 from prefect_gpu.broker.ticket import BY_HAND
 from prefect_gpu.clock import DEADLOCK_S
@@ -22,7 +23,7 @@ from tests.unit.broker.broker_rig import rig as rig
 
 def may_resume(rig: Rig, ticket: Ticket) -> bool:
     """Ask as a process does that is about to resume."""
-    rig.broker.show_suspension(ticket, "moving in", "moving back")
+    rig.broker.show_suspension(ticket, Trigger.MOVING_IN, "moving back")
     rig.broker.look()
     return ticket.may_resume.get(timeout=DEADLOCK_S)
 
@@ -56,10 +57,12 @@ class Training:
         return self.asked
 
     def move_out(self) -> None:
-        self.rig.broker.show_suspension(self.ticket, "moving out", "moving to the host")
+        self.rig.broker.show_suspension(self.ticket, Trigger.MOVING_OUT, "moving to the host")
         self.rig.reader.detach(self.pid)
         self.rig.clock.advance(10)
-        self.rig.broker.show_suspension(self.ticket, "away", "away: 15GiB in host memory")
+        self.rig.broker.show_suspension(
+            self.ticket, Trigger.MOVED_OUT, "away: 15GiB in host memory"
+        )
         self.rig.broker.look()
 
     def move_in(self) -> None:
@@ -67,7 +70,7 @@ class Training:
         self.rig.reader.attach(self.pid, ["SIM-0", "SIM-1"][: len(self.rig.broker.devices)])
         uuid = self.ticket.devices[0].uuid
         self.rig.reader.allocate(self.pid, uuid, int((self.gib - 1) * GIB))
-        self.rig.broker.show_suspension(self.ticket, "running", "")
+        self.rig.broker.show_suspension(self.ticket, Trigger.MOVED_IN, "")
         self.rig.broker.look()
 
 
@@ -123,7 +126,7 @@ def test_one_that_refuses_keeps_its_device_and_is_asked_again_later(rig: Rig) ->
     urgent = rig.submit("urgent", 20, priority=1)
     rig.broker.look()
     assert training.hear() == [True]
-    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it uses jax")
+    rig.broker.show_suspension(training.ticket, Trigger.NOT_MOVED, "not suspended: it uses jax")
     rig.broker.look()
     assert training.entry.wish is None
     assert training.hear() == [True] and rig.waits(urgent)
@@ -260,8 +263,8 @@ def test_nothing_is_suspended_any_more_if_a_flow_is_stopped(tmp_path: Path, stop
         rig.look()
     else:
         rig.reader.detach(training.pid)
-        rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
-        rig.broker.show_suspension(training.ticket, "away", "away")
+        rig.broker.show_suspension(training.ticket, Trigger.MOVING_OUT, "moving to the host")
+        rig.broker.show_suspension(training.ticket, Trigger.MOVED_OUT, "away")
         stores[0].silent = frozenset({stores[1].owner})
         rig.broker.look()
         rig.broker.look()
@@ -332,7 +335,9 @@ def test_one_that_moves_out_although_no_one_wants_that_any_more_is_asked_back(ri
     rig.broker.look()
     assert training.hear() == [True]
     # An old refusal comes after it was asked again.
-    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
+    rig.broker.show_suspension(
+        training.ticket, Trigger.NOT_MOVED, "not suspended: it holds none yet"
+    )
     rig.broker.withdraw(urgent)
     rig.broker.look()
     training.move_out()
@@ -352,11 +357,13 @@ def test_an_old_refusal_is_not_taken_for_the_answer_to_a_person(rig: Rig) -> Non
     training = Training(rig)
     rig.submit("urgent", 20, priority=1)
     rig.broker.look()
-    rig.broker.show_suspension(training.ticket, "refused", "not suspended: it holds none yet")
+    rig.broker.show_suspension(
+        training.ticket, Trigger.NOT_MOVED, "not suspended: it holds none yet"
+    )
     rig.broker.look()
     ask_by_hand(rig, training.ticket, True)
     assert training.entry.held_back and training.entry.suspension == ""
-    rig.broker.show_suspension(training.ticket, "moving out", "moving to the host")
+    rig.broker.show_suspension(training.ticket, Trigger.MOVING_OUT, "moving to the host")
     rig.broker.look()
     ask_by_hand(rig, training.ticket, False)
     # Where it is on its way, that stays.
